@@ -20,39 +20,20 @@ ADDRESS = "127.0.0.1:9400"
 
 
 def status(rank: int, samples: int, **facts: Any) -> WorkerStatus:
-    members = tuple(
-        MemberStatus(
-            each,
-            0,
-            "training",
-            status_address=f"127.0.0.1:{9400 + each}",
-            is_neighbour=each != rank,
-            heard_ago_s=0.1,
-        )
-        for each in range(2)
-    )
-    usual: dict[str, Any] = {
-        "rank": rank,
-        "world_size": 2,
-        "members": members,
-        "run_samples": 2 * samples,
-        "step_seconds": 0.01 * (1 + rank),
-        "logged": {"loss": 0.5},
-        "gradient_steps": 9,
-        "samples": samples,
-    }
-    return WorkerStatus(0, "7f", "a2cid2", "ring", 1.0, "node", 1, "training", **usual | facts)
+    places = enumerate((ADDRESS, "127.0.0.1:9401"))
+    members = tuple(MemberStatus(each, 0, "training", status_address=it) for each, it in places)
+    about = 0, "7f", "a2cid2", "ring", 1.0, "node", 1, "training", 2 * samples
+    counts = {"gradient_steps": 9, "samples": samples, "step_seconds": 0.01 * (1 + rank)}
+    known = {"rank": rank, "world_size": 2, "logged": {"loss": 0.5}, "members": members}
+    return WorkerStatus(*about, **counts | known | facts)
 
 
 class World:
     """Workers that train 100 samples a second until they end, and a clock that sleeping moves."""
 
     def __init__(self, ends_s: float = 1e9, begins_s: float = 0.0, **facts: Any) -> None:
-        self.now_s = 0.0
-        self.begins_s = begins_s
-        self.ends_s = ends_s
-        self.facts = facts
-        self.output = io.StringIO()
+        self.begins_s, self.ends_s, self.now_s = begins_s, ends_s, 0.0
+        self.facts, self.output = facts, io.StringIO()
 
     def ask(self, addresses: Iterable[str], wait_s: float) -> Mapping[str, Any]:
         if not self.begins_s <= self.now_s < self.ends_s:
@@ -68,14 +49,8 @@ class World:
     def top(self, *, is_terminal: bool = False, **options: Any) -> int:
         console = Console(file=self.output, force_terminal=is_terminal, width=130, height=30)
         arguments = dataclasses.replace(TopArguments(ADDRESS), **options)
-        return Top(
-            arguments,
-            StatusBoard([ADDRESS]),
-            self.ask,
-            console=console,
-            clock=lambda: self.now_s,
-            sleep=self.sleep,
-        ).run()
+        times = {"clock": lambda: self.now_s, "sleep": self.sleep}
+        return Top(arguments, StatusBoard([ADDRESS]), self.ask, console=console, **times).run()
 
 
 def test_once_prints_one_table_with_all_workers():
@@ -167,29 +142,14 @@ def test_ctrl_c_is_how_one_leaves():
 
 
 def job(num_workers: int, ill: Mapping[int, str] | None = None, **facts: Any) -> JobStatus:
-    ill = ill or {}
-    workers = tuple(
-        JobWorker(
-            rank=rank,
-            incarnation=0,
-            state=ill.get(rank, "training"),
-            is_answering=True,
-            status_address=ADDRESS,
-            gradient_steps=123_456,
-            samples=4_000_000,
-            step_seconds=1.234,
-            since_step_s=12.0,
-            samples_per_second=9876.0,
-            loss=0.1234,
-            edge_distance=1.2e-05,
-            exchanges=123_456,
-            achieved_comm_rate=0.97,
-            bytes_sent_per_second=1.234e8,
-            waited_seconds=3.0,
-            neighbours=tuple(range(min(5, num_workers))),
-        )
-        for rank in range(num_workers)
-    )
+    states = dict.fromkeys(range(num_workers), "training") | dict(ill or {})
+    known = True, ADDRESS, 123_456, 4_000_000
+    speeds = {"samples_per_second": 9876.0, "bytes_sent_per_second": 1.234e8}
+    times = {"step_seconds": 1.234, "since_step_s": 12.0, "waited_seconds": 3.0}
+    exchanges = {"edge_distance": 1.2e-05, "exchanges": 123_456, "achieved_comm_rate": 0.97}
+    neighbours = tuple(range(min(5, num_workers)))
+    figures = speeds | times | exchanges | {"loss": 0.1234, "neighbours": neighbours}
+    workers = tuple(JobWorker(rank, 0, state, *known, **figures) for rank, state in states.items())
     about = "7f", "a2cid2", "ring", 1.0, num_workers
     return JobStatus(*about, 0.0, 100, 0.5, num_workers, workers=workers, **facts)
 

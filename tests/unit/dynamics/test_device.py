@@ -165,12 +165,6 @@ def run_script(world: World, seed: int, wire: torch.dtype) -> list[object]:
     return seen
 
 
-def same(one: object, other: object) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return one == other
-
-
 @pytest.mark.parametrize(
     ("dtype", "wire"),
     [
@@ -183,10 +177,9 @@ def test_all_is_in_order_and_the_bits_are_those_of_host_memory(dtype, wire):
         # No flow: it comes at other times where values have two inboxes.
         host = World(Device(), dtype, 0.0, has_moment=True)
         device = World(ClockedDevice(), dtype, 0.0, has_moment=True)
-        for one, other in zip(
-            run_script(host, seed, wire), run_script(device, seed, wire), strict=True
-        ):
-            assert same(one, other), seed
+        seen = [run_script(world, seed, wire) for world in (host, device)]
+        for one, other in zip(*seen, strict=True):
+            assert torch.equal(one, other) if isinstance(one, Tensor) else one == other, seed
         held = device.held()
         for name, values in host.held().items():
             assert torch.equal(values, held[name]), (seed, name)
@@ -677,9 +670,6 @@ def test_host_memory_gets_and_gives_copies():
     assert torch.equal(world.state.segments[0].x, x + 1.0)
 
 
-# Where a state lives.
-
-
 def test_other_devices_and_several_are_refused():
     known = r"on meta\. Exchanges know the CPU and CUDA, ROCm and XPU devices: move the module"
     with pytest.raises(ValueError, match=known):
@@ -716,31 +706,3 @@ def test_large_memory_is_zeros_on_page_ends_of_its_own():
         values[:5].fill_(1.0)
         assert not others.any()
     assert zeros(5, torch.float32, cpu).tolist() == [0.0] * 5
-
-
-def test_the_order_is_entered_and_left_while_the_lock_is_held():
-    """The next holder may be there as soon as it is free."""
-    (chunk,) = State([Segment(torch.ones(4), Role.TRAINED)]).chunks
-    seen: list[bool] = []
-
-    @contextmanager
-    def order() -> Iterator[None]:
-        seen.append(chunk.lock.locked())
-        yield
-        seen.append(chunk.lock.locked())
-
-    out, peers = torch.empty(4), torch.zeros(4)
-    for use in (
-        lambda: chunk.boundary(0.1),
-        lambda: chunk.flow(0.2),
-        lambda: chunk.snapshot(0.3, out),
-        lambda: chunk.exchange(0.3, out, peers, 1.5),
-        lambda: chunk.read(out),
-        lambda: chunk.read_z(out),
-        lambda: chunk.read(out, out),
-        lambda: chunk.replace(peers),
-    ):
-        chunk.order = order()
-        use()
-        assert seen == [True, True]
-        seen.clear()

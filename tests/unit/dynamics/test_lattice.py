@@ -178,9 +178,6 @@ def test_a_coded_exchange_is_the_reference_s(has_c):
     assert distances.tolist() == [float(part.abs().max()) for part in delta.split(BLOCK)]
 
 
-# Steps.
-
-
 def test_steps_grow_at_once_and_shrink_slowly():
     steps = LatticeSteps(2)
     size = torch.tensor([1.0, 1.0])
@@ -217,9 +214,6 @@ def test_one_huge_difference_is_forgotten_in_time(distance, size):
         steps.learn(ALL, distances, sizes)
     # 4 times 0.25 is 1, and 1/127 is between 2**-7 and 2**-6.
     assert steps.exponents().tolist() == [-6]
-
-
-# Squares.
 
 
 def there_and_back(values):

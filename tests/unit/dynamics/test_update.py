@@ -1,6 +1,5 @@
 """One suite for everything that computes exchanges, against the float64 reference."""
 
-import itertools
 import math
 
 import pytest
@@ -28,24 +27,8 @@ POISON = (math.nan, math.inf, -math.inf)
 DECAYS = (1.0, 0.7, 0.0)
 
 each_precision = pytest.mark.parametrize(("dtype", "wire"), PRECISIONS)
-# Every pair of values of two of these, and not every triple.
-each_exchange = pytest.mark.parametrize(
-    ("dtype", "wire", "momentum", "decay"),
-    [
-        (*precision, (i + j) % 2 == 0, decay)
-        for i, precision in enumerate(PRECISIONS)
-        for j, decay in enumerate(DECAYS)
-    ],
-)
-each_boundary = pytest.mark.parametrize(
-    ("dtype", "momentum", "decay"),
-    [
-        (dtype, momentum, decay)
-        for i, dtype in enumerate((torch.float32, torch.bfloat16))
-        for j, (momentum, decay) in enumerate(itertools.product((True, False), DECAYS))
-        if (i + j) % 2 == 0 or momentum
-    ],
-)
+each_momentum = pytest.mark.parametrize("momentum", [True, False])
+each_decay = pytest.mark.parametrize("decay", DECAYS)
 
 
 class Computes:
@@ -125,10 +108,9 @@ def flowed(state: MomentumState, decay: float) -> MomentumState:
     return state.flow(1.0, math.inf if decay == 0.0 else -0.5 * math.log(decay))
 
 
-# Against the reference.
-
-
-@each_exchange
+@each_precision
+@each_momentum
+@each_decay
 def test_an_exchange_is_the_reference_s(computes, dtype, wire, momentum, decay):
     for length in LENGTHS:
         chunk = random_chunk(length, length, dtype, momentum)
@@ -147,7 +129,9 @@ def test_an_exchange_is_the_reference_s(computes, dtype, wire, momentum, decay):
         assert torch.equal(chunk.x, before.x)
 
 
-@each_boundary
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_momentum
+@each_decay
 def test_a_boundary_moves_everything_and_keeps_the_remainder(computes, dtype, momentum, decay):
     for length in LENGTHS:
         chunk = random_chunk(length, length, dtype, momentum)
@@ -159,9 +143,6 @@ def test_a_boundary_moves_everything_and_keeps_the_remainder(computes, dtype, mo
         else:
             total = chunk.x.float() + chunk.pending
             assert torch.equal(total.bfloat16(), chunk.x)
-
-
-# The two ends of an exchange.
 
 
 @each_precision
@@ -183,9 +164,6 @@ def test_both_ends_apply_exact_negatives(names, dtype, wire, seed, alpha_tilde):
     for ours, theirs in zip(tensors(chunks[0])[1:], tensors(chunks[1])[1:], strict=True):
         assert ours.any()
         assert torch.equal(ours, -theirs)
-
-
-# Poison.
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -236,9 +214,6 @@ def test_large_values_are_no_poison_until_their_difference_is(computes):
             assert norm == pytest.approx(MOST * 4 * size**2, rel=1e-6)
 
 
-# bfloat16.
-
-
 @settings(deadline=None, max_examples=30)
 @given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200))
 def test_numba_rounds_to_bfloat16_as_torch_does(bits):
@@ -254,28 +229,18 @@ def test_numba_rounds_to_bfloat16_as_torch_does(bits):
     assert torch.equal(*(out[~nans[0]].view(torch.uint16) for out in outs))
 
 
-# In a chunk.
-
-
-def test_a_chunk_that_took_nothing_has_not_flowed_either(computes):
-    chunk = random_chunk(MOST, 5, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_pending", [True, False])
+def test_a_chunk_that_took_nothing_flows_at_the_boundary(computes, dtype, has_pending):
+    chunk = random_chunk(MOST, 5, dtype)
     chunk.is_compiled = computes.options["compiled"]
+    if not has_pending:
+        chunk.pending.zero_()
     chunk.restored()
+    assert chunk.has_pending is has_pending
     mine, peers = torch.zeros(MOST), torch.full((MOST,), math.nan)
     assert not math.isfinite(chunk.exchange(0.3, mine, peers, ALPHA_TILDE))
     assert chunk.theta == 0.0
-    expected = flowed(reference_of(chunk), math.exp(-0.6))
-    chunk.boundary(0.3)
-    assert_close(chunk, expected, left=math.exp(-0.6))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_boundary_with_nothing_pending_flows_into_the_parameters(computes, dtype):
-    chunk = random_chunk(MOST, 5, dtype)
-    chunk.is_compiled = computes.options["compiled"]
-    chunk.pending.zero_()
-    chunk.restored()
-    assert not chunk.has_pending
     expected = flowed(reference_of(chunk), math.exp(-0.6))
     chunk.boundary(0.3)
     assert_close(chunk, expected, left=math.exp(-0.6))
@@ -305,9 +270,6 @@ def test_momentum_of_long_ago_is_none(dtype):
     chunk.read(values, c)
     assert torch.equal(c, (ALPHA_TILDE - 0.5) * mine)
     assert torch.equal(values, x + 0.5 * mine)
-
-
-# The choice.
 
 
 def state_of(*dtypes: torch.dtype) -> State:

@@ -3,6 +3,7 @@ import logging
 import os
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -18,38 +19,14 @@ from gossipdp.launcher.environment import (
 )
 
 SECRET = "a secret of this test"
-
-
-def test_without_rank_and_world_size_one_worker_is_alone():
-    environment = Environment.read({"MASTER_ADDR": "elsewhere", "GOSSIPDP_SECRET": SECRET})
-    assert (environment.rank, environment.world_size) == (0, 1)
-    assert environment.store_host is None
-    assert environment.secret == SECRET.encode()
-    assert environment.choose_host() == "127.0.0.1"
-
-
-def test_torchruns_variables_are_read():
-    environment = Environment.read(TORCHRUN)
-    assert (environment.rank, environment.world_size) == (3, 4)
-    assert (environment.local_rank, environment.local_world_size) == (1, 2)
-    assert environment.agent_store
-    assert environment.key_prefix == "gossipdp/none/2/"
-    assert not environment.unique_run_id
-    assert environment.secret is None
-
-
-def test_a_fixed_port_is_the_first_of_a_block():
-    assert Environment.read({**TORCHRUN, "GOSSIPDP_PORT": "7000"}).port == 7001
-
-
-def test_the_secret_is_not_shown():
-    assert SECRET not in repr(Environment.read({**TORCHRUN, "GOSSIPDP_SECRET": SECRET}))
+SECRET_BYTES = SECRET.encode()
 
 
 @pytest.mark.parametrize("store_host", ["127.0.0.1", "localhost"])
 def test_a_store_on_loopback_means_loopback(store_host, caplog):
     variables = {**TORCHRUN, "MASTER_ADDR": store_host, "LOCAL_WORLD_SIZE": "4"}
     assert Environment.read(variables).choose_host() in ("127.0.0.1", "::1")
+    assert Environment().choose_host() == "127.0.0.1"
     assert not caplog.records
 
 
@@ -103,44 +80,51 @@ SLURM = {
     "SLURM_NTASKS": "8",
 }
 PORT = 20000 + (16 * 4711 + 2) % 10000
-
-
-def test_a_task_of_a_slurm_step_knows_its_place():
-    environment = Environment.read(SLURM)
-    assert (environment.rank, environment.world_size) == (3, 5)
-    assert (environment.local_rank, environment.local_world_size) == (1, 3)
-    assert environment.store_host == "gpu07"
-    assert environment.store_port == PORT
-    assert not environment.agent_store
+ONE_NODE = {"SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}
+JOIN = {"GOSSIPDP_JOIN": "10.0.0.1:4000"}
+OWN_STORE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
+POD = {"JOB_COMPLETION_INDEX": "2"}
+OF_TORCHRUN = replace(
+    Environment(3, 4, 1, 2, store_host="127.0.0.1", store_port=29500, run_id="none"),
+    agent_store=True,
+    restart_count=2,
+)
+JOINER = Environment(-1, 0, run_id="r", unique_run_id=True, join=(("10.0.0.1", 4000),))
 
 
 @pytest.mark.parametrize(
-    ("given", "rank", "world_size", "store"),
+    ("variables", "expected"),
     [
+        (TORCHRUN, OF_TORCHRUN),
+        (TORCHRUN | {"GOSSIPDP_PORT": "7000"}, replace(OF_TORCHRUN, port=7001)),
+        (SLURM, Environment(3, 5, 1, 3, store_host="gpu07", store_port=PORT)),
         # on one node, the workers meet on loopback
-        ({"SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}, 3, 5, ("127.0.0.1", PORT)),
+        (SLURM | ONE_NODE, Environment(3, 5, 1, 2, store_host="127.0.0.1", store_port=PORT)),
         # RANK was set nearer to this process
-        (TORCHRUN | {"RANK": "0"}, 0, 4, ("127.0.0.1", 29500)),
+        (SLURM | TORCHRUN | {"RANK": "0"}, replace(OF_TORCHRUN, rank=0)),
         # the user's own store
-        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}, 3, 5, ("10.0.0.1", 1234)),
+        (SLURM | OWN_STORE, Environment(3, 5, 1, 3, store_host="10.0.0.1", store_port=1234)),
         # a worker that joins has no rank from Slurm
-        ({"GOSSIPDP_JOIN": "10.0.0.1:4000", "GOSSIPDP_RUN_ID": "r"}, -1, 0, (None, 0)),
+        (SLURM | JOIN | {"GOSSIPDP_RUN_ID": "r"}, JOINER),
         # the shell of an sbatch script is no task
-        ({"SLURM_STEP_NUM_TASKS": "", "SLURM_PROCID": "0"}, 0, 1, (None, 0)),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "", "SLURM_PROCID": "0"}, Environment()),
+        # a pod of an indexed job takes its index for its rank
+        (
+            POD | OWN_STORE | {"WORLD_SIZE": "4"},
+            Environment(2, 4, 0, 1, store_host="10.0.0.1", store_port=1234),
+        ),
+        # one worker alone
+        (POD, Environment()),
+        ({"MASTER_ADDR": "elsewhere", "GOSSIPDP_SECRET": SECRET}, Environment(secret=SECRET_BYTES)),
     ],
 )
-def test_slurm_s_ranks_beside_others(given, rank, world_size, store):
-    environment = Environment.read(SLURM | given)
-    assert (environment.rank, environment.world_size) == (rank, world_size)
-    assert (environment.store_host, environment.store_port) == store
+def test_each_launcher_s_variables_are_read(variables, expected):
+    assert Environment.read(variables) == expected
 
 
-def test_a_pod_of_an_indexed_job_takes_its_index_for_its_rank():
-    pod = {"JOB_COMPLETION_INDEX": "2", "MASTER_ADDR": "train-0.train", "MASTER_PORT": "29400"}
-    environment = Environment.read(pod | {"WORLD_SIZE": "4"})
-    assert (environment.rank, environment.world_size) == (2, 4)
-    assert (environment.local_rank, environment.local_world_size) == (0, 1)
-    assert Environment.read({"JOB_COMPLETION_INDEX": "2"}).world_size == 1  # runs of one worker
+def test_keys_are_of_one_start_and_the_secret_is_not_shown():
+    assert OF_TORCHRUN.key_prefix == "gossipdp/none/2/"
+    assert SECRET not in repr(Environment.read(TORCHRUN | {"GOSSIPDP_SECRET": SECRET}))
 
 
 @pytest.mark.parametrize(
@@ -158,9 +142,6 @@ def test_first_host(hosts, first):
 
 def without(missing: str) -> dict[str, str]:
     return {name: value for name, value in TORCHRUN.items() if name != missing}
-
-
-JOIN = {"GOSSIPDP_JOIN": "10.0.0.1:4000"}
 
 
 @pytest.mark.parametrize(

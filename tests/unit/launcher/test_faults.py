@@ -17,26 +17,15 @@ class Scene:
     """Workers without processes, a clock, and the signals that were sent: (seconds, rank, one)."""
 
     def __init__(
-        self,
-        text: str,
-        num_workers: int = 3,
-        here: int | None = None,
-        first: int = 0,
-        **options: Any,
+        self, text: str, num_workers: int = 3, ranks: range | None = None, **options: Any
     ) -> None:
         self.now = self.began_s = 100.0
         self.lines: list[str] = []
         self.sent: list[tuple[float, int, int]] = []
-        self.injector = FaultInjector(
-            FaultPlan.parse(text),
-            num_workers,
-            say=self.lines.append,
-            clock=lambda: self.now,
-            **options,
-        )
-        self.ranks = range(first, first + (here or num_workers))
-        self.running = set(self.ranks)
-        self.training = set(self.ranks)
+        options |= {"say": self.lines.append, "clock": lambda: self.now}
+        self.injector = FaultInjector(FaultPlan.parse(text), num_workers, **options)
+        self.ranks = ranks or range(num_workers)
+        self.running, self.training = set(self.ranks), set(self.ranks)
 
     def look(self) -> None:
         self.injector.step([Life(self, rank) for rank in self.ranks])
@@ -50,8 +39,9 @@ class Scene:
         return self.sent[before:]
 
     def until(self, seconds: float) -> None:
-        """Look when the injector wants it, and three milliseconds later than that."""
+        """Look now, when the injector wants it, and three milliseconds later than that."""
         end_s = self.began_s + seconds
+        self.look()
         while self.now < end_s:
             self.now = min(self.now + self.injector.wait_s() + 0.003, end_s)
             self.look()
@@ -137,7 +127,6 @@ def test_workers_run_on_when_the_run_ends():
 @pytest.mark.parametrize("factor", [1.5, 4, 50])
 def test_a_slow_worker_runs_its_share_of_the_time_in_short_turns(factor):
     scene = Scene(f"slow {factor:g}x 1")
-    scene.look()
     scene.until(20)
     assert [rank for _, rank, _ in scene.sent] == [1] * len(scene.sent)
     assert all(one[2] != other[2] for one, other in pairwise(scene.sent))
@@ -159,7 +148,6 @@ def test_a_late_turn_is_made_up_for_but_not_at_once():
 
 def test_a_slow_worker_is_fast_again_after_its_time():
     scene = Scene("slow 4x 1 for 2s")
-    scene.look()
     scene.until(2.01)
     assert scene.sent[-1][2] == CONT
     assert scene.injector.wait_s() == float("inf")
@@ -169,7 +157,6 @@ def test_a_slow_worker_is_fast_again_after_its_time():
 
 def test_a_slow_machine_stays_slow_after_a_restart():
     scene = Scene("slow 4x 1")
-    scene.look()
     scene.until(1)
     scene.die(1, "ended with exit code 1")
     scene.until(2)
@@ -263,8 +250,7 @@ def test_events_of_a_time_in_which_the_launcher_stood_still_are_missed():
 def test_each_host_does_what_befalls_its_own_workers():
     text, done = "slow 2x every 10s for 1s; stop 1s 3 at 5s; stop 1s 0 at 6s", []
     for first in (0, 2):
-        scene = Scene(text, 4, 2, first)
-        scene.look()
+        scene = Scene(text, 4, range(first, first + 2))
         scene.until(55)
         scene.injector.close()
         assert not any(record.missed for record in scene.injector.records)
@@ -276,7 +262,7 @@ def test_each_host_does_what_befalls_its_own_workers():
 
 def test_the_log_has_a_line_for_each_fault(tmp_path):
     (tmp_path / "faults-2.jsonl").write_text("an earlier run's\n")
-    scene = Scene("kill 2 at 1s; slow 4x 3 at 2s for 1s", 4, 2, 2, directory=tmp_path)
+    scene = Scene("kill 2 at 1s; slow 4x 3 at 2s for 1s", 4, range(2, 4), directory=tmp_path)
     scene.at(0, 1.25)
     scene.die(2)
     scene.injector.close()

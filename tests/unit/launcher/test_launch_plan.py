@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -41,11 +41,9 @@ SECRET = "a secret of this test"
 @contextmanager
 def opened(plan: LaunchPlan) -> Iterator[Any]:
     """Open the plan's store and yield a connection to it."""
-    plan.open()
-    try:
+    with closing(plan):
+        plan.open()
         yield connect(Environment.read(plan.worker_variables(0)), 30)
-    finally:
-        plan.close()
 
 
 def test_a_run_of_its_own_has_an_id_and_a_secret():
@@ -64,14 +62,7 @@ def test_the_second_of_three_hosts():
     plan = LaunchPlan.on_hosts(2, ("10.0.0.1", 5), SECRET, num_hosts=3, host_rank=1)
     assert plan.others_elsewhere
     assert Environment.read(plan.worker_variables(1)) == Environment(
-        rank=3,
-        world_size=6,
-        local_rank=1,
-        local_world_size=2,
-        store_host="10.0.0.1",
-        store_port=5,
-        agent_store=True,
-        secret=SECRET.encode(),
+        3, 6, 1, 2, store_host="10.0.0.1", store_port=5, agent_store=True, secret=SECRET.encode()
     )
 
 
@@ -168,12 +159,9 @@ def test_torch_s_clients_have_the_time_that_a_silent_name_server_takes(monkeypat
         return TCPStore(*address, timeout=timeout, **options)
 
     monkeypatch.setattr("torch.distributed.TCPStore", recorded)
-    store = HostedStore()
-    try:
+    with closing(HostedStore()) as store:
         store._open()
         connect(client_of(store.address), 1.0)
-    finally:
-        store.close()
     assert len(given) == 2
     assert min(given) > 28.0
 
@@ -196,11 +184,10 @@ def test_a_store_that_goes_while_torch_is_imported_is_not_tried_for_long(monkeyp
 @pytest.fixture
 def supervised() -> Iterator[list[LaunchPlan]]:
     """Two supervisors under torchrun, whose own store they share."""
-    store = HostedStore()
-    store.open_in_background("none/", 1)
-    told = TORCHRUN | {"MASTER_PORT": str(store.address[1]), "WORLD_SIZE": "2"}
-    yield [LaunchPlan.launched(told | {"RANK": str(rank)}, None) for rank in range(2)]
-    store.close()
+    with closing(HostedStore()) as store:
+        store.open_in_background("none/", 1)
+        told = TORCHRUN | {"MASTER_PORT": str(store.address[1]), "WORLD_SIZE": "2"}
+        yield [LaunchPlan.launched(told | {"RANK": str(rank)}, None) for rank in range(2)]
 
 
 def test_supervisors_under_torchrun_leave_together(supervised, monkeypatch):
@@ -370,9 +357,8 @@ def test_a_replica_needs_a_process_of_each_shard_to_join(run_ids, num_shards, me
 
 @pytest.fixture
 def channel() -> Iterator[ReportChannel]:
-    channel = ReportChannel()
-    yield channel
-    channel.close()
+    with closing(ReportChannel()) as channel:
+        yield channel
 
 
 def test_more_addresses_than_are_needed_are_cut(channel):
@@ -384,9 +370,8 @@ def test_more_addresses_than_are_needed_are_cut(channel):
 
 
 def test_garbage_is_skipped(channel):
-    channel.sender.send(b"{")
-    channel.sender.send(b'{"rank": "x"}')
-    channel.sender.send(b'{"rank": 3}')
+    for message in (b"{", b'{"rank": "x"}', b'{"rank": 3}'):
+        channel.sender.send(message)
     assert channel.take() == [Report(rank=3)]
 
 

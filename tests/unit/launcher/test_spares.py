@@ -109,18 +109,19 @@ def seen_by(worker: ScriptWorker, file: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("words", "torch"),
+    ("words", "options"),
     [
-        (["train.py", "--lr", "0.1", "-m"], True),
-        (["-m", "package.train", "a b"], False),
-        (["./train.py"], False),
+        (["train.py", "--lr", "0.1", "-m"], {"torch": True}),
+        (["-m", "package.train", "a b"], {}),
+        (["./train.py"], {}),
+        (["train.py"], {"safe": True}),
     ],
 )
-def test_a_script_sees_what_it_would_in_a_new_interpreter(start, folder, words, torch):
+def test_a_script_sees_what_it_would_in_a_new_interpreter(start, folder, words, options):
     both = []
     for number in (0, 1):
         file = folder / f"seen-{number}"
-        worker = start(words, number, torch=torch, RANK="3", TWO="\udc80 ö", FILE=str(file))
+        worker = start(words, number, RANK="3", TWO="\udc80 ö", FILE=str(file), **options)
         both.append(seen_by(worker, file))
         variables = both[-1].pop("variables")
         assert isinstance(variables, dict)
@@ -129,18 +130,9 @@ def test_a_script_sees_what_it_would_in_a_new_interpreter(start, folder, words, 
     # Else it was no spare, but a new interpreter in its place.
     assert (new.pop("torch"), spare.pop("torch")) == (False, True)
     assert spare == new
+    assert "safe" not in options or str(folder / "scripts") not in str(new["path"])
     assert (new["input"], new["has_input"]) == ("", False)
     assert new["main"] is new["own"] is new["group"] is new["reports"] is True
-
-
-def test_a_safe_path_stays_one(start, folder):
-    paths = []
-    for number in (0, 1):
-        file = folder / f"seen-{number}"
-        worker = start(["train.py"], number, safe=True, FILE=str(file))
-        paths.append(seen_by(worker, file)["path"])
-    assert paths[0] == paths[1]
-    assert str(folder / "scripts") not in str(paths[0])
 
 
 def waiting(spares: Spares) -> list[ScriptWorker]:

@@ -3,7 +3,7 @@
 import errno
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,29 +68,22 @@ class Setting:
         self,
         *,
         begun: bool = False,
-        max_restarts: int = 0,
         plan: LaunchPlan | None = None,
-        faults: str | None = None,
+        faults: str = "",
+        **options: Any,
     ) -> None:
         self.now = 0.0
+        options |= {"clock": lambda: self.now}
+        if faults:
+            options["faults"] = FaultInjector(FaultPlan.parse(faults), 3, clock=options["clock"])
         self.injected: list[int] = []
-        self.faults = None
-        if faults is not None:
-            self.faults = FaultInjector(FaultPlan.parse(faults), 3, clock=lambda: self.now)
         self.failures: list[tuple[int, bool]] = []
         self.restarted: list[tuple[int, float]] = []
         self.sentences: list[str] = []
         self.num_start_failures = 0
         self.plan = plan or plan_of(3)
-        self.supervisor = Supervisor(
-            self.plan,
-            self.start,
-            max_restarts=max_restarts,
-            faults=self.faults,
-            on_failure=self.note_failure,
-            on_sentence=self.sentences.append,
-            clock=lambda: self.now,
-        )
+        options |= {"on_failure": self.note_failure, "on_sentence": self.sentences.append}
+        self.supervisor = Supervisor(self.plan, self.start, **options)
         self.workers: dict[int, Scripted] = {}
         self.made: list[Scripted] = []
         self.supervisor.start()
@@ -117,15 +110,27 @@ class Setting:
         self.made.append(self.workers[local_rank])
         return self.workers[local_rank]
 
-    def report(self, **report: Any) -> None:
+    def report(self, *at: float, **report: Any) -> None:
+        """Let all workers report this, and look at these times."""
         for worker in self.workers.values():
             worker.report(**report)
+        self.step(*at)
 
-    def crash(self, *ranks: int) -> None:
+    def die(self, *ranks: int, how: Ending = CRASH, at: Sequence[float] = ()) -> bool:
+        """Let these workers end, and look at these times."""
         for rank in ranks:
-            self.workers[rank].how = CRASH
+            self.workers[rank].how = how
+        return self.step(*at)
+
+    def end_well(self, *ranks: int, at: Sequence[float] = ()) -> bool:
+        """Let these workers end with the average of the run, and look at these times."""
+        for rank in ranks:
+            self.workers[rank].report(consolidated=True)
+        return self.die(*ranks, how=Ending(), at=at)
 
     def step(self, *times: float) -> bool:
+        """Look at these times; return whether the run goes on."""
+        goes_on = True
         for self.now in times:
             goes_on = self.supervisor.step(0)
         return goes_on
@@ -168,17 +173,14 @@ def make() -> Iterator[Make]:
 
 def test_a_failure_before_the_run_began_ends_the_others(make):
     setting = make(max_restarts=9)
-    setting.crash(0)
-    assert setting.step(1)
+    assert setting.die(0, at=[1])
     assert setting.signalled(signal.SIGTERM) == set()
-    setting.crash(1)  # in the grace: for the same reason
-    setting.step(1 + GRACE_S / 2, 1 + GRACE_S)
+    setting.die(1, at=[1 + GRACE_S / 2, 1 + GRACE_S])  # in the grace: for the same reason
     assert setting.signalled(signal.SIGTERM) == {2}
     setting.step(1 + GRACE_S + PATIENCE_S)
     assert setting.workers[2].is_killed
     assert setting.signalled(signal.SIGKILL) == {2}
-    setting.workers[2].how = KILLED
-    assert not setting.step(5)
+    assert not setting.die(2, how=KILLED, at=[5])
     assert setting.failed == [0, 1]
     assert setting.failures == [(0, False), (1, False)]
     assert setting.restarted == []
@@ -188,21 +190,16 @@ def test_a_restart_may_come_while_restarts_are_left(make):
     setting = make(begun=True, max_restarts=2)
     setting.step(1)
     assert (setting.supervisor.may_restart, setting.supervisor.all_train) == (True, False)
-    setting.report(trains=True)
-    setting.step(2)
+    setting.report(2, trains=True)
     assert (setting.supervisor.may_restart, setting.supervisor.all_train) == (True, True)
-    setting.crash(0)
-    setting.step(3, 3 + FIRST_DELAY_S)
+    setting.die(0, at=[3, 3 + FIRST_DELAY_S])
     assert not setting.supervisor.all_train  # its next life does not yet
-    setting.report(trains=True)
-    setting.step(4)
+    setting.report(4, trains=True)
     assert (setting.supervisor.may_restart, setting.supervisor.all_train) == (True, True)
-    setting.crash(0)
-    setting.step(5)
+    setting.die(0, at=[5])
     assert setting.supervisor.may_restart  # the last one is due
     setting.step(6)
-    setting.report(trains=True)
-    setting.step(7)
+    setting.report(7, trains=True)
     assert (setting.supervisor.may_restart, setting.supervisor.all_train) == (False, True)
 
 
@@ -216,82 +213,66 @@ def test_one_worker_alone_has_nobody_to_join_after_a_restart(others_elsewhere):
 @pytest.mark.parametrize("end", ["consolidated", "ended"])
 def test_no_restart_comes_at_the_end(make, end):
     setting = make(begun=True, max_restarts=2)
-    setting.report(trains=True)
-    setting.step(1)
+    setting.die(0, at=[1])
     assert setting.supervisor.may_restart
     if end == "consolidated":
         setting.workers[1].report(consolidated=True)
-        setting.step(2)
     else:
         setting.supervisor.end()
+    assert setting.step(1.05, 2), "the others go on, or save"
     assert not setting.supervisor.may_restart
+    assert setting.restarted == []
 
 
 def test_after_the_run_began_the_others_go_on(make):
     setting = make(begun=True)
-    setting.crash(0)
-    assert setting.step(1, 100)
+    assert setting.die(0, at=[1, 100])
     # Whatever the failed one left behind is killed.
     assert [worker.is_killed for worker in setting.made] == [True, False, False]
     assert not any(worker.signals for worker in setting.made)
     assert setting.failures == [(0, True)]
-    for rank in (1, 2):
-        setting.workers[rank].how = Ending()
-    assert not setting.step(101)
+    assert not setting.die(1, 2, how=Ending(), at=[101])
     assert setting.failed == [0]
 
 
 MISSED = f"worker 0 {CRASH.reason}: the run is complete without it"
 
 
-def end_well(setting: Setting, *ranks: int) -> None:
-    """Give these workers the average of the run, and let them end."""
-    for rank in ranks:
-        setting.workers[rank].report(consolidated=True)
-        setting.workers[rank].how = Ending()
-
-
 def test_who_waits_for_a_restart_is_not_started_once_the_run_is_complete(make):
     setting = make(begun=True, max_restarts=5)
-    setting.crash(0)
-    setting.step(1)
-    end_well(setting, 1)
-    assert setting.step(1.05, 2, 3)  # worker 2 trains
-    end_well(setting, 2)
-    assert not setting.step(4)
+    setting.die(0, at=[1])
+    assert setting.end_well(1, at=[1.05, 2, 3])  # worker 2 trains
+    assert not setting.end_well(2, at=[4])
     assert (setting.restarted, setting.sentences, setting.failed) == ([], [MISSED], [])
 
 
 def test_who_is_back_when_the_run_is_complete_is_ended(make):
     setting = make(begun=True, max_restarts=5)
-    setting.crash(0)
-    setting.step(1, 2)
-    end_well(setting, 1, 2)
-    setting.step(3)
+    setting.die(0, at=[1, 2])
+    setting.end_well(1, 2, at=[3])
     assert setting.workers[0].signals == [signal.SIGTERM]
     assert setting.sentences[-1] == "worker 0 is ended: the run is complete without it"
 
 
-def test_who_dies_after_others_have_the_average_is_no_failure_if_it_could_restart(make):
-    for max_restarts, missed, failed in ((5, [MISSED], []), (0, [], [0])):
-        setting = make(begun=True, max_restarts=max_restarts)
-        end_well(setting, 1, 2)
-        setting.crash(0)
-        assert not setting.step(1)
-        assert (setting.sentences, setting.failed, setting.restarted) == (missed, failed, [])
+@pytest.mark.parametrize(
+    ("left", "has_it", "missed", "failed"),
+    [(5, False, [MISSED], []), (0, False, [], [0]), (5, True, [], [0])],
+)
+def test_who_misses_the_end_is_no_failure_if_it_could_restart(make, left, has_it, missed, failed):
+    setting = make(begun=True, max_restarts=left)
+    setting.workers[0].report(consolidated=has_it)
+    setting.end_well(1, 2, at=[0.5])
+    assert not setting.die(0, at=[1])
+    assert (setting.sentences, setting.failed, setting.restarted) == (missed, failed, [])
 
 
 @pytest.mark.parametrize("some_end_well", [True, False])
 def test_a_kill_of_our_own_is_a_failure_only_if_nobody_ends_well(make, some_end_well):
     setting = make(begun=True, faults="kill 1")
-    setting.report(trains=True)
-    setting.step(1)
-    setting.workers[1].how = KILLED
-    setting.step(2)
+    setting.report(1, trains=True)
+    setting.die(1, how=KILLED, at=[2])
     assert (setting.failures, setting.injected) == ([(1, True)], [1])
-    for rank in (0, 2):
-        setting.workers[rank].how = Ending() if some_end_well else CRASH
-    assert not setting.step(3)
+    assert not setting.die(0, 2, how=Ending() if some_end_well else CRASH, at=[3])
     assert setting.injected == [1]
     setting.supervisor.close()
     assert setting.failed == ([] if some_end_well else [1, 0, 2])
@@ -299,44 +280,29 @@ def test_a_kill_of_our_own_is_a_failure_only_if_nobody_ends_well(make, some_end_
 
 def test_a_stopped_worker_goes_on_before_it_is_ended(make):
     setting = make(begun=True, faults="stop 60s 1")
-    setting.report(trains=True)
-    setting.step(1)
+    setting.report(1, trains=True)
     setting.supervisor.end()
     assert setting.workers[1].signals == [signal.SIGSTOP, signal.SIGCONT, signal.SIGTERM]
     setting.step(1.5)
     assert setting.workers[1].signals[3:] == []
 
 
-def test_an_error_after_the_average_is_a_failure_without_a_restart(make):
-    setting = make(begun=True, max_restarts=5)
-    end_well(setting, 1, 2)
-    setting.workers[0].report(consolidated=True)
-    setting.step(0.5)
-    setting.crash(0)
-    assert not setting.step(1)
-    assert (setting.sentences, setting.failed, setting.restarted) == ([], [0], [])
-
-
 def test_an_early_end_by_itself_does_not_complete_the_run(make):
     setting = make(begun=True, max_restarts=5)
     setting.workers[1].how = Ending()
-    setting.crash(0)
-    assert setting.step(1, 2)
+    assert setting.die(0, at=[1, 2])
     assert setting.sentences == ["worker 0 is started again (restarts left: 4)"]
 
 
 def test_who_writes_a_last_checkpoint_is_waited_for(make):
     setting = make(begun=True)
     setting.supervisor.end()
-    for rank in (1, 2):
-        setting.workers[rank].how = KILLED
+    setting.die(1, 2, how=KILLED)
     for second in range(0, 600, 20):  # it advances
         setting.workers[0].report(saves=True)
         assert setting.step(second)
     assert not setting.workers[0].is_killed
-    setting.workers[0].report(saved=(7, "ck"))
-    setting.workers[0].report(unsaved="no room")
-    setting.workers[0].report(saves=False)
+    setting.workers[0].report(saved=(7, "ck"), unsaved="no room", saves=False)
     setting.step(600)
     assert not setting.workers[0].is_killed
     setting.step(600 + PATIENCE_S)
@@ -356,8 +322,7 @@ def test_a_save_that_stands_still_is_not_waited_for(make):
     assert not setting.workers[0].is_killed
     assert setting.step(PATIENCE_S + 31), "its end is waited for"
     assert setting.workers[0].is_killed
-    setting.workers[0].how = KILLED
-    setting.step(PATIENCE_S + 32)
+    setting.die(0, how=KILLED, at=[PATIENCE_S + 32])
     assert 0 not in setting.running
 
 
@@ -368,16 +333,13 @@ def test_a_process_that_cannot_be_killed_is_given_up(make):
     assert not setting.step(PATIENCE_S + 1 + UNKILLABLE_S)
 
 
-def test_the_first_life_is_described_first():
+def test_identical_failures_are_described_once_and_the_first_life_first():
     lost = Ending("ended with exit code 1", "RendezvousError: no worker to join")
     assert describe([Failure(1, (KILLED, lost))]) == (
         "worker 1 died of signal 9 (SIGKILL); started again, it ended with exit code 1:\n"
         "RendezvousError: no worker to join"
     )
     assert describe([Failure(1, (CRASH, KILLED, lost))]).endswith("\nValueError: no")
-
-
-def test_identical_failures_are_described_once():
     text = describe([Failure(2, (CRASH,)), Failure(0, (KILLED,)), Failure(1, (CRASH,))])
     assert text == (
         "workers 1, 2 ended with exit code 1:\nValueError: no\n\n"
@@ -389,17 +351,14 @@ def test_identical_failures_are_described_once():
 
 def test_the_one_that_died_is_started_again_and_no_other(make):
     setting = make(begun=True, max_restarts=2)
-    setting.crash(1)
-    assert setting.step(10, 10.09)
+    assert setting.die(1, at=[10, 10.09])
     assert setting.restarted == []
     setting.step(10.1)
     assert setting.restarted == [(1, 10.1)]
     again = setting.workers[1].environment
     assert (again.rank, again.num_restarts, again.run_id) == (1, 1, "run")
     assert again.join == (("127.0.0.1", 1002), ("127.0.0.1", 1000))
-    for worker in setting.workers.values():
-        worker.how = Ending()
-    assert not setting.step(20)
+    assert not setting.die(0, 1, 2, how=Ending(), at=[20])
     assert setting.failed == []
     assert setting.failures == [(1, True)]
     assert len(setting.restarted) == 1
@@ -408,40 +367,16 @@ def test_the_one_that_died_is_started_again_and_no_other(make):
 def test_with_workers_elsewhere_the_last_one_here_joins_them(make):
     setting = make(max_restarts=6, plan=plan_of(3, world_size=6, first_rank=3, run_id=None))
     setting.report(begins=True, addresses=setting.addresses(6), run_id="theirs")
-    setting.crash(0, 1, 2)
-    assert setting.step(10, 10.2)
+    assert setting.die(0, 1, 2, at=[10, 10.2])
     assert setting.restarted == [(rank, 10.2) for rank in range(3)]
     again = setting.workers[0].environment
     assert (again.rank, again.run_id, again.is_joining) == (3, "theirs", True)
 
 
-def test_a_joiner_keeps_the_rank_that_it_was_given(make):
-    plan = LaunchPlan(3, secret="s" * 16, join_infos=[JoinInfo("run", join=(("10.0.0.1", 4),))])
-    setting = make(max_restarts=6, plan=plan)
-    assert setting.workers[0].environment.needs_rank
-    for rank, worker in setting.workers.items():
-        worker.report(begins=True, rank=7 + rank)
-    setting.crash(1)
-    setting.step(10, 10.2)
-    assert setting.failures == [(8, True)]
-    again = setting.workers[1].environment
-    assert (again.rank, again.join) == (8, (("10.0.0.1", 4),))
-
-
-def test_who_waits_for_a_restart_when_all_end_stays_away(make):
-    setting = make(begun=True, max_restarts=6)
-    setting.crash(0)
-    setting.step(10)
-    setting.supervisor.end()
-    assert setting.step(10.5), "the others save"
-    assert setting.restarted == []
-
-
 def test_a_worker_that_cannot_be_started_again_ends_no_other(make):
     setting = make(begun=True, max_restarts=3)
     setting.num_start_failures = 2
-    setting.crash(0)
-    assert setting.step(1.0, 1.15, 1.4, 2.0)
+    assert setting.die(0, at=[1.0, 1.15, 1.4, 2.0])
     # Each attempt is one of the restarts, later than the one before.
     assert setting.restarted == [(0, 1.15), (0, 1.4), (0, 2.0)]
     assert setting.running == {0, 1, 2}
@@ -449,8 +384,7 @@ def test_a_worker_that_cannot_be_started_again_ends_no_other(make):
     assert setting.failed == []
     setting = make(begun=True, max_restarts=1)
     setting.num_start_failures = 9
-    setting.crash(0)
-    assert setting.step(1.0, 2.0, 3.0)
+    assert setting.die(0, at=[1.0, 2.0, 3.0])
     assert setting.running == {1, 2}
     (failure,) = setting.supervisor.failures
     assert failure.ending.reason.startswith("could not be started (OSError: [Errno 24] Too many")
@@ -464,8 +398,7 @@ def test_a_limit_of_descriptors_that_is_lowered_ends_no_worker(make, monkeypatch
 
     setting = make(begun=True, max_restarts=3)
     monkeypatch.setattr("multiprocessing.connection.wait", wait)
-    setting.crash(0)
-    assert setting.step(1.0, 1.2)
+    assert setting.die(0, at=[1.0, 1.2])
     assert setting.restarted == [(0, 1.2)]
     assert setting.running == {0, 1, 2}
 
@@ -475,7 +408,7 @@ def test_the_delay_doubles_up_to_its_cap_and_each_worker_has_its_own(make):
 
     def delay(local_rank: int) -> float:
         """Return the delay of the next restart, after a life of one second."""
-        setting.crash(local_rank)
+        setting.die(local_rank)
         died_at = now = setting.now + 1.0
         setting.step(died_at)
         before = len(setting.restarted)
@@ -493,8 +426,7 @@ def test_the_delay_doubles_up_to_its_cap_and_each_worker_has_its_own(make):
 def test_the_budget_is_common_to_all_workers(make):
     setting = make(begun=True, max_restarts=2)
     for rank in range(3):
-        setting.crash(rank)
-        setting.step(1.0, 2.0)
+        setting.die(rank, at=[1.0, 2.0])
     assert [rank for rank, _ in setting.restarted] == [0, 1]
     assert setting.failed == [2]
     assert setting.running == {0, 1}
@@ -505,8 +437,7 @@ def test_who_joins_reads_the_newest_addresses_at_any_time(make, killed):
     """The second one that was killed finds the next life of the first, though 2 is of no help."""
     setting = make(begun=True, max_restarts=2)
     for rank in killed:
-        setting.crash(rank)
-        setting.step(setting.now + 1, setting.now + 1 + FIRST_DELAY_S)
+        setting.die(rank, at=[setting.now + 1, setting.now + 1 + FIRST_DELAY_S])
     first, second = (setting.workers[rank] for rank in killed)
     newest = ("127.0.0.1", 2000)
     assert newest not in second.environment.addresses_to_join()
@@ -528,11 +459,9 @@ def saving(make: Make, max_restarts: int, checkpoints: tuple[str, bool] | None) 
 def test_when_the_last_that_trains_dies_all_are_started_again(make):
     setting = saving(make, 3, ("ck", True))
     before = setting.workers[0].environment
-    setting.crash(0)
-    setting.step(1, 2)
+    setting.die(0, at=[1, 2])
     joining = setting.workers[0]
-    setting.crash(1, 2)
-    setting.step(3)
+    setting.die(1, 2, at=[3])
     assert joining.is_killed, "nobody is left whom it could join"
     joining.how = KILLED
     setting.step(4)
@@ -544,16 +473,13 @@ def test_when_the_last_that_trains_dies_all_are_started_again(make):
     assert (again[0].run_id, again[0].secret) == (before.run_id, before.secret)
     assert again[0].store_port != before.store_port
     setting.workers[0].report(begins=True)
-    setting.crash(1)  # before all have begun again: all are started again
-    setting.step(5)
-    setting.workers[0].how = setting.workers[2].how = KILLED
-    setting.step(6)
+    setting.die(1, at=[5])  # before all have begun again: all are started again
+    setting.die(0, 2, how=KILLED, at=[6])
     assert [each.environment.restart_count for each in setting.workers.values()] == [2, 2, 2]
     said = "no worker is left: all are started again (restarts left: "
     assert setting.sentences[1:] == [f"{said}1)", f"{said}0)"], "two deaths were one restart"
     assert ([rank for rank, _ in setting.failures], setting.failed) == ([0, 1, 2, 1], [])
-    setting.crash(0)
-    setting.step(7, 7 + GRACE_S)
+    setting.die(0, at=[7, 7 + GRACE_S])
     assert (setting.failed, setting.signalled(signal.SIGTERM)) == ([0], {1, 2})
 
 
@@ -572,9 +498,8 @@ def test_the_dead_do_not_come_back_to_a_run_that_is_over(
         path.touch()
         os.utime(path, (at_s, at_s))
     setting = saving(make, 9, checkpoints)
-    setting.crash(0)
-    setting.workers[1].how = setting.workers[2].how = others
-    assert not setting.step(10)
+    setting.die(0)
+    assert not setting.die(1, 2, how=others, at=[10])
     assert (setting.restarted, setting.sentences) == ([], [])
     assert setting.failed == ([0] if others == Ending() else [0, 1, 2])
     lost = "no checkpoint was saved" if checkpoints is None else f"after {files[1]} is lost"
@@ -585,12 +510,10 @@ def test_the_dead_do_not_come_back_to_a_run_that_is_over(
 def test_while_nobody_trains_nobody_is_started_again(make, joins):
     """The last one that trained dies when another joins, and may have given it its state."""
     setting = make(begun=True, max_restarts=9)
-    setting.crash(0)
-    setting.step(1, 2)
-    setting.crash(1, 2)
-    setting.step(3, 4)
+    setting.die(0, at=[1, 2])
+    setting.die(1, 2, at=[3, 4])
     assert setting.restarted == [(0, 2)]
-    setting.workers[0].report(begins=True) if joins else setting.crash(0)
+    setting.workers[0].report(begins=True) if joins else setting.die(0)
     assert setting.step(5) == joins
     assert setting.restarted == [(0, 2), *([(1, 5), (2, 5)] if joins else [])]
 
@@ -617,39 +540,21 @@ def test_each_process_of_a_replica_has_its_shard_and_its_replica(make):
         assert (each.store_host, each.store_port, each.hosts_store) == ("127.0.0.1", 9, False)
 
 
-def test_the_death_of_one_process_ends_the_others(make):
+@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize("signals", [[], [signal.SIGSTOP, signal.SIGCONT], [signal.SIGTERM]])
+def test_the_death_of_one_process_ends_the_others_unless_all_were_to_end(make, signals, dead):
+    """Who is asked to end has the time to save; who was stopped for a while was not asked."""
     setting = replicas(make)
-    replica, first, second = setting.supervisor.workers[1], setting.workers[2], setting.workers[3]
-    second.how = KILLED
-    assert replica.poll() is None
-    assert first.is_killed
-    first.how = Ending("was killed")
-    assert replica.poll() == Ending("lost its process 1, which died of signal 9 (SIGKILL)")
-
-
-def test_a_replica_that_was_stopped_for_a_while_is_not_asked_to_end(make):
-    setting = replicas(make)
-    replica, first, second = setting.supervisor.workers[1], setting.workers[2], setting.workers[3]
-    for number in (signal.SIGSTOP, signal.SIGCONT):
+    replica, processes = setting.supervisor.workers[1], [setting.workers[n] for n in (2, 3)]
+    for number in signals:
         replica.send(number)
-    assert first.signals == second.signals == [signal.SIGSTOP, signal.SIGCONT]
-    second.how = KILLED
+    assert [process.signals for process in processes] == [signals] * 2
+    processes[dead].how = CRASH
     assert replica.poll() is None
-    assert first.is_killed
-
-
-def test_who_was_asked_to_end_is_not_killed_for_it(make):
-    """The first to end leaves the others the time to save."""
-    setting = replicas(make)
-    replica, first, second = setting.supervisor.workers[0], setting.workers[0], setting.workers[1]
-    replica.send(15)
-    first.how = CRASH
-    assert replica.poll() is None
-    assert not second.is_killed
-    second.how = CRASH
-    ending = replica.poll()
-    assert ending is not None
-    assert ending.reason == "lost its process 0, which ended with exit code 1"
+    assert processes[1 - dead].is_killed == (signal.SIGTERM not in signals)
+    processes[1 - dead].how = KILLED
+    reason = f"lost its process {dead}, which ended with exit code 1"
+    assert replica.poll() == Ending(reason, CRASH.details)
 
 
 def test_a_replica_begins_when_all_of_its_processes_do(make):
@@ -677,8 +582,7 @@ def test_a_sentence_that_several_workers_have_for_the_user_is_passed_on_once(mak
 
 def start_again(setting: Setting) -> list[Environment]:
     """Let the second replica die and start again; return what its processes know then."""
-    setting.workers[2].how = setting.workers[3].how = KILLED
-    setting.step(2, 2 + FIRST_DELAY_S)
+    setting.die(2, 3, how=KILLED, at=[2, 2 + FIRST_DELAY_S])
     return [setting.workers[number].environment for number in (2, 3)]
 
 
@@ -715,6 +619,7 @@ def test_a_new_replica_joins_the_networks_that_its_user_names(make):
         process.report(begins=True, rank=4 + number // 2)
     setting.step(1)
     again = start_again(setting)[1]  # it comes back under the rank that it was given
+    assert setting.failures == [(5, True)]
     assert (again.rank, again.num_restarts, again.join) == (5, 1, (("10.0.0.1", 101),))
 
 

@@ -19,32 +19,36 @@ def record(
     return at_s + LATER_S, Counters(rank=by, at_s=own_s + LATER_S, noticed=(notice,))
 
 
-def noticed(*notices: tuple[int, float, float | None]) -> list[tuple[float, tuple[int, ...]]]:
-    """Return the times and witnesses of the losses of worker 9, from (witness, time, silence)."""
+@pytest.mark.parametrize(
+    ("notices", "expected"),
+    [
+        # On a ring a heartbeat a link: the last worker hears of it long after the first.
+        ([(by, 100.0 + 0.5 * by, None) for by in range(32)], [(100.0, tuple(range(32)))]),
+        # It is soon lost again.
+        (
+            [(0, 100.0, 0.4), (1, 100.5, 0.9), (1, 108.0, 0.5), (0, 108.2, 0.7)],
+            [(100.0, (0, 1)), (108.0, (0, 1))],
+        ),
+        # A late notice belongs to the event with the same silence,
+        ([(0, 100.0, 5.0), (1, 140.0, 45.5)], [(100.0, (0, 1))]),
+        ([(0, 100.0, 5.0), (1, 140.0, 5.0)], [(100.0, (0,)), (140.0, (1,))]),
+        ([(0, 100.0, 5.0), (1, 140.0, None)], [(100.0, (0,)), (140.0, (1,))]),
+        # though another worker, which has no link there, knows no silence,
+        (
+            [(0, 87.0, 1.0), (1, 87.5, 1.6), (2, 88.0, None), (3, 97.0, 11.0)],
+            [(87.0, (0, 1, 2, 3))],
+        ),
+        # and does not draw the next loss to the last.
+        (
+            [(0, 100.0, 5.0), (1, 140.0, 45.0), (0, 141.0, 0.5), (1, 141.5, 1.0)],
+            [(100.0, (0, 1)), (141.0, (0, 1))],
+        ),
+    ],
+)
+def test_notices_of_one_loss_are_one_event(notices, expected):
+    """Each is (witness, time, silence); the worker that was lost is number 9."""
     events = events_of(record(by, at_s, 9, "lost", silent_s) for by, at_s, silent_s in notices)
-    return [(event.at_s, event.witnesses) for event in events]
-
-
-def test_news_that_travels_a_long_ring_is_one_event():
-    """A heartbeat a link: the last worker hears of it long after the first."""
-    hops = [(by, 100.0 + 0.5 * by, None) for by in range(32)]
-    assert noticed(*hops) == [(100.0, tuple(range(32)))]
-
-
-def test_a_worker_that_is_soon_lost_again_is_lost_twice():
-    losses = (0, 100.0, 0.4), (1, 100.5, 0.9), (1, 108.0, 0.5), (0, 108.2, 0.7)
-    assert noticed(*losses) == [(100.0, (0, 1)), (108.0, (0, 1))]
-
-
-def test_a_late_notice_belongs_to_the_event_with_the_same_silence():
-    assert noticed((0, 100.0, 5.0), (1, 140.0, 45.5)) == [(100.0, (0, 1))]
-    assert noticed((0, 100.0, 5.0), (1, 140.0, 5.0)) == [(100.0, (0,)), (140.0, (1,))]
-    assert noticed((0, 100.0, 5.0), (1, 140.0, None)) == [(100.0, (0,)), (140.0, (1,))]
-
-
-def test_a_late_notice_does_not_draw_the_next_loss_to_the_last():
-    losses = (0, 100.0, 5.0), (1, 140.0, 45.0), (0, 141.0, 0.5), (1, 141.5, 1.0)
-    assert noticed(*losses) == [(100.0, (0, 1)), (141.0, (0, 1))]
+    assert [(event.at_s, event.witnesses) for event in events] == expected
 
 
 def test_an_event_has_the_earliest_silence_and_the_last_notice():
@@ -56,8 +60,5 @@ def test_an_event_has_the_earliest_silence_and_the_last_notice():
 
 def test_workers_and_kinds_are_told_apart_and_the_earliest_comes_first():
     told = record(0, 2.0, 9, "silent"), record(0, 2.0, 8, "silent"), record(0, 1.0, 9, "lost")
-    assert [(each.rank, each.kind) for each in events_of(told)] == [
-        (9, "lost"),
-        (8, "silent"),
-        (9, "silent"),
-    ]
+    found = [(each.rank, each.kind) for each in events_of(told)]
+    assert found == [(9, "lost"), (8, "silent"), (9, "silent")]

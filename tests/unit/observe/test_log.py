@@ -2,7 +2,8 @@ import errno
 import logging
 import os
 import tracemalloc
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from clocks import Clock
 from msgspec.structs import replace
 
 from gossipdp.gossip.counters import Counters
+from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.log import (
     FORMAT,
     CountsRecord,
@@ -26,21 +28,10 @@ from gossipdp_lab.report.run_log import RunLog
 
 RECENT = ((1, 0.002), (3, 0.003))
 NOTICE = Notice(1, "answered", 101.5, 7, 8.2)
-SOME = Counters(
-    gradient_steps=1,
-    samples=8,
-    exchanges_initiated=3,
-    exchanges_answered=4,
-    exchanges_failed=1,
-    exchanges_by_neighbour={1: 2, 3: 5},
-    edge_distance=0.25,
-    exchange_seconds=1.5,
-    bytes_sent=1000,
-    shared_bytes_sent=10,
-    shared_bytes_received=20,
-    at_s=101.6,
-    noticed=(NOTICE,),
-)
+COUNTS = {"gradient_steps": 1, "samples": 8, "edge_distance": 0.25, "exchange_seconds": 1.5}
+COUNTS |= {"exchanges_initiated": 3, "exchanges_answered": 4, "exchanges_failed": 1}
+COUNTS |= {"bytes_sent": 1000, "shared_bytes_sent": 10, "shared_bytes_received": 20}
+SOME = Counters(exchanges_by_neighbour={1: 2, 3: 5}, at_s=101.6, noticed=(NOTICE,), **COUNTS)
 
 
 def write_run(directory: Path, rank: int = 0, num_records: int = 5) -> None:
@@ -56,6 +47,18 @@ def write_run(directory: Path, rank: int = 0, num_records: int = 5) -> None:
         log.counts(counters, state="averaging")
         clock.now_s += 1
         log.counts(counters, state="left", consensus_distance=0.1, num_averaged=2)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return worker_file(tmp_path, 0)
+
+
+@contextmanager
+def started(path: Path, **options: Any) -> Iterator[RunLogWriter]:
+    with closing(RunLogWriter(path, **{"clock": Clock(100.0)} | options)) as log:
+        log.start(rank=0, num_workers=2, configuration={})
+        yield log
 
 
 def test_what_was_written_is_read_back(tmp_path):
@@ -81,11 +84,10 @@ def test_what_was_written_is_read_back(tmp_path):
     assert worker.last_s == 6.0
 
 
-def test_records_come_ever_less_often(tmp_path):
+def test_records_come_ever_less_often(path):
     clock = Clock(100.0)
     num_records = 0
-    with closing(RunLogWriter(worker_file(tmp_path, 0), interval_s=100.0, clock=clock)) as log:
-        log.start(rank=0, num_workers=1, configuration={})
+    with started(path, interval_s=100.0, clock=clock) as log:
         while clock.now_s < 30 * 86400:
             assert log.wait_s() > 0
             clock.now_s += log.wait_s()
@@ -96,9 +98,8 @@ def test_records_come_ever_less_often(tmp_path):
     assert num_records == pytest.approx(2000 * (1 + 2.56), rel=0.01)
 
 
-def test_a_last_line_cut_short_is_left_out(tmp_path):
+def test_a_last_line_cut_short_is_left_out(tmp_path, path):
     write_run(tmp_path)
-    path = worker_file(tmp_path, 0)
     whole = RunLog.read(tmp_path).workers[0]
     path.write_bytes(path.read_bytes()[:-7])
     worker_file(tmp_path, 1).write_bytes(b'{"kind":"start","ra')  # killed within its first line
@@ -119,10 +120,7 @@ def start_line(**changes: object) -> bytes:
         ([], r"holds no log of a worker.*--log-dir"),
         ([start_line(), b'{"kind":"counts"}'], r"worker-0\.jsonl, line 2 is no record"),
         (
-            [
-                start_line(),
-                b'{"kind":"counts","time_s":1,"logged":{"a":"\xff"}}',
-            ],
+            [start_line(), b'{"kind":"counts","time_s":1,"logged":{"a":"\xff"}}'],
             "line 2 is no record",
         ),
         ([start_line(), b'{"kind":"start","configuration":{"a":' + b"[" * 100_000], "line 2 is"),
@@ -133,18 +131,16 @@ def start_line(**changes: object) -> bytes:
     ],
     ids=lambda value: "" if isinstance(value, list) else value[:30],
 )
-def test_a_log_that_is_none_is_refused(tmp_path, lines, fault):
-    worker_file(tmp_path, 0).write_bytes(b"".join(line + b"\n" for line in lines))
+def test_a_log_that_is_none_is_refused(tmp_path, path, lines, fault):
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
     with pytest.raises(ValueError, match=fault):
         RunLog.read(tmp_path)
 
 
-def test_the_tail_follows_a_growing_file_line_by_line(tmp_path):
-    path = worker_file(tmp_path, 0)
+def test_the_tail_follows_a_growing_file_line_by_line(path):
     tail = LogReader(path)
     assert tail.read_new() == []
-    with closing(RunLogWriter(path, clock=Clock(100.0))) as log:
-        log.start(rank=0, num_workers=1, configuration={})
+    with started(path) as log:
         assert [type(record) for record in tail.read_new()] == [StartRecord]
         log.counts(SOME)
         assert [type(record) for record in tail.read_new()] == [CountsRecord]
@@ -154,11 +150,9 @@ def test_the_tail_follows_a_growing_file_line_by_line(tmp_path):
         assert tail.read_new() == []
 
 
-def test_the_log_of_a_worker_that_was_started_again_goes_on(tmp_path):
-    path = worker_file(tmp_path, 0)
+def test_the_log_of_a_worker_that_was_started_again_goes_on(tmp_path, path):
     for life in range(2):
-        with closing(RunLogWriter(path, clock=Clock(100.0), goes_on=life > 0)) as log:
-            log.start(rank=0, num_workers=2, configuration={})
+        with started(path, goes_on=life > 0) as log:
             log.counts(Counters())
             log.counts(SOME)
         with path.open("ab") as file:
@@ -174,13 +168,11 @@ def test_the_log_of_a_worker_that_was_started_again_goes_on(tmp_path):
     assert worker.lives[1].time_s >= 0
 
 
-def test_the_launcher_writes_how_a_process_ended(tmp_path):
-    path = worker_file(tmp_path, 0)
+def test_the_launcher_writes_how_a_process_ended(tmp_path, path):
     write_process_end(path, os.getpid(), "died of signal 9 (SIGKILL)")
     assert not path.exists(), "it had no log"
     for life in range(2):
-        with closing(RunLogWriter(path, goes_on=life > 0)) as log:
-            log.start(rank=0, num_workers=2, configuration={})
+        with started(path, clock=since_boot_s, goes_on=life > 0) as log:
             log.counts(SOME)
         with path.open("ab") as file:
             file.write(b'{"kind": "st')  # killed in mid-write
@@ -195,11 +187,9 @@ def test_the_launcher_writes_how_a_process_ended(tmp_path):
     assert last_s == worker.last_s == worker.counts[1].time_s
 
 
-def test_a_death_costs_the_launcher_little_however_long_the_log_is(tmp_path):
+def test_a_death_costs_the_launcher_little_however_long_the_log_is(path):
     """It runs for as long as the run does; a log of a week has twenty megabytes."""
-    path = worker_file(tmp_path, 0)
-    with closing(RunLogWriter(path)) as log:
-        log.start(rank=0, num_workers=2, configuration={})
+    with started(path, clock=since_boot_s) as log:
         for _ in range(2_000):
             log.counts(SOME)
     tracemalloc.start()
@@ -210,25 +200,19 @@ def test_a_death_costs_the_launcher_little_however_long_the_log_is(tmp_path):
     assert len(LogReader(path).read_new()) == 2_002
 
 
-def test_a_log_that_cannot_be_read_gets_no_end_but_a_warning(tmp_path, caplog):
-    path = worker_file(tmp_path, 0)
+def test_a_log_that_cannot_be_read_gets_no_end_but_a_warning(path, caplog):
     path.write_text("hello\n")
     write_process_end(path, os.getpid(), "died of signal 9 (SIGKILL)")
     assert path.read_text() == "hello\n"
     assert "cannot write the end of a worker's process" in caplog.text
 
 
-def test_a_log_goes_on_in_its_own_run_and_where_that_is_resumed(tmp_path):
-    path = worker_file(tmp_path, 0)
-
+def test_a_log_goes_on_in_its_own_run_and_where_that_is_resumed(tmp_path, path):
     def live(run_id: str, **options: bool) -> tuple[int, float]:
         """One process that makes a step; all steps in the log then, and its date."""
         nonlocal date_s
         date_s += 100
-        with closing(
-            RunLogWriter(path, clock=Clock(100.0), date=lambda: date_s, run_id=run_id, **options)
-        ) as log:
-            log.start(rank=0, num_workers=2, configuration={})
+        with started(path, date=lambda: date_s, run_id=run_id, **options) as log:
             log.counts(SOME)
         worker = RunLog.read(tmp_path).workers[0]
         assert worker.latest_start.run_id == run_id
@@ -255,21 +239,18 @@ def test_a_log_goes_on_in_its_own_run_and_where_that_is_resumed(tmp_path):
     ids=["set back", "set forward", "new boot", "new boot, set back", "boot not known, set back"],
 )
 def test_the_time_of_a_log_that_goes_on_never_goes_back(
-    tmp_path, monkeypatch, date_step_s, boot_id, begins_s
+    path, monkeypatch, date_step_s, boot_id, begins_s
 ):
     clock, date_s, boot = Clock(100.0), 1.7e9, "one"
     monkeypatch.setattr("gossipdp.observe.log.boot_id", lambda: boot)
-    path = worker_file(tmp_path, 0)
-    with closing(RunLogWriter(path, clock=clock, date=lambda: date_s)) as log:
-        log.start(rank=0, num_workers=2, configuration={})
+    with started(path, clock=clock, date=lambda: date_s) as log:
         clock.now_s += 2
         log.counts(SOME)
     clock.now_s, date_s, boot = 150.0, 1.7e9 + 50 + date_step_s, boot_id
-    with closing(RunLogWriter(path, clock=clock, date=lambda: date_s, goes_on=True)) as log:
-        log.start(rank=0, num_workers=2, configuration={})
+    with started(path, clock=clock, date=lambda: date_s, goes_on=True) as log:
         clock.now_s += 1
         log.counts(SOME)
-    worker = RunLog.read(tmp_path).workers[0]
+    worker = RunLog.read(path.parent).workers[0]
     assert [start.time_s for start in worker.starts] == [0.0, begins_s]
     assert [each.time_s for each in worker.counts] == [2.0, begins_s + 1]
 
@@ -291,10 +272,9 @@ class FullDisk:
         return getattr(self._file, name)
 
 
-def test_a_full_disk_leaves_lines_out_and_says_so_once(tmp_path, caplog):
+def test_a_full_disk_leaves_lines_out_and_says_so_once(tmp_path, path, caplog):
     caplog.set_level(logging.WARNING, "gossipdp")
-    with closing(RunLogWriter(worker_file(tmp_path, 0), clock=Clock(100.0))) as log:
-        log.start(rank=0, num_workers=2, configuration={})
+    with started(path) as log:
         log._file = FullDisk(log._file, [5, None])
         for steps in (1, 2, 3):
             log.counts(Counters(gradient_steps=steps))
@@ -303,11 +283,9 @@ def test_a_full_disk_leaves_lines_out_and_says_so_once(tmp_path, caplog):
     assert "training goes on" in caplog.text
 
 
-def test_values_may_follow_the_end(tmp_path):
-    log = RunLogWriter(worker_file(tmp_path, 0), clock=Clock(100.0))
-    log.start(rank=0, num_workers=1, configuration={})
-    log.close()
-    log.close()
+def test_values_may_follow_the_end(tmp_path, path):
+    with started(path) as log:
+        log.close()
     log.counts(Counters(), logged={"accuracy": 0.9})
     assert RunLog.read(tmp_path).workers[0].last_values() == {"accuracy": 0.9}
 
@@ -319,11 +297,10 @@ GOOD = msgspec.json.encode(StartRecord(0, 2, 7, 0.0, {}, 0.0, FORMAT)) + b"\n"
     "content",
     [b"hello\n", b'{"kind":"start","rank":-5}\n', b"\xff\n", GOOD + b"hello\n" + GOOD],
 )
-def test_a_damaged_log_is_set_aside_and_blocks_no_restart(tmp_path, caplog, content):
-    path = worker_file(tmp_path, 0)
+def test_a_damaged_log_is_set_aside_and_blocks_no_restart(tmp_path, path, caplog, content):
     path.write_bytes(content)
-    with closing(RunLogWriter(path, clock=Clock(100.0), goes_on=True)) as log:
-        log.start(rank=0, num_workers=2, configuration={})
+    with started(path, goes_on=True):
+        pass
     assert len(RunLog.read(tmp_path).workers) == 1
     (aside,) = tmp_path.glob("*.damaged")
     assert aside.read_bytes() == content

@@ -20,42 +20,25 @@ from gossipdp.observe.server import Page, StatusServer
 from gossipdp.observe.status import metrics_text
 from gossipdp.protocol.actions import Notice
 
+ABOUT = 0, "7f", "a2cid2", 'a "graph"\\of\nmine', 0.5, "node", 4000, "training", 900
+COUNTS = {"gradient_steps": 10, "samples": 320, "bytes_sent": 1000, "shared_bytes_sent": 2000}
+EXCHANGES = {"exchanges_initiated": 3, "exchanges_answered": 4, "exchanges_by_neighbour": {0: 7}}
+LINK = {"is_neighbour": True, "heard_ago_s": 0.1, "exchange_seconds": 0.02}
+MEMBERS = (
+    status.MemberStatus(0, 0, "training", status_address="10.0.0.1:9400", **LINK),
+    status.MemberStatus(1, 0, "training"),
+    status.MemberStatus(2, 1, "lost", is_silent=True, is_neighbour=True),
+    status.MemberStatus(3, 0, "training", heard_ago_s=0.2),
+)
 STATUS = status.WorkerStatus(
+    *ABOUT,
+    **COUNTS | EXCHANGES,
     rank=1,
-    incarnation=0,
     world_size=3,
-    run_id="7f",
-    method="a2cid2",
-    graph='a "graph"\\of\nmine',
-    comm_rate=0.5,
-    host="node",
-    process_id=4000,
-    state="training",
-    gradient_steps=10,
-    samples=320,
-    run_samples=900,
+    at_s=100.0,
     step_seconds=0.25,
     logged={"loss": 0.75, "lr": 1e-05, "norm": None},
-    exchanges_initiated=3,
-    exchanges_answered=4,
-    exchanges_by_neighbour={0: 7},
-    bytes_sent=1000,
-    shared_bytes_sent=2000,
-    members=(
-        status.MemberStatus(
-            0,
-            0,
-            "training",
-            status_address="10.0.0.1:9400",
-            is_neighbour=True,
-            heard_ago_s=0.1,
-            exchange_seconds=0.02,
-        ),
-        status.MemberStatus(1, 0, "training"),
-        status.MemberStatus(2, 1, "lost", is_silent=True, is_neighbour=True),
-        status.MemberStatus(3, 0, "training", heard_ago_s=0.2),
-    ),
-    at_s=100.0,
+    members=MEMBERS,
     noticed=(Notice(2, "lost", 96.5, 1, 4.5),),
 )
 
@@ -88,11 +71,8 @@ def test_what_is_no_status_is_refused(data):
 
 def test_prometheus_reads_all_of_it():
     families = list(text_string_to_metric_families(metrics_text(STATUS).decode()))
-    values = {
-        (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in families
-        for sample in family.samples
-    }
+    samples = [sample for family in families for sample in family.samples]
+    values = {(each.name, *sorted(each.labels.items())): each.value for each in samples}
     rank = ("rank", "1")
     assert values["gossipdp_gradient_steps_total", rank] == 10
     assert values["gossipdp_step_seconds", rank] == 0.25

@@ -30,18 +30,13 @@ def test_the_names_are_those_of_the_library():
 def make_log(num_workers: int, *, killed: Collection[int] = (), late: int = -1) -> RunLog:
     workers = {}
     for rank in range(num_workers):
-        last = CountsRecord(
-            time_s=4.0 + rank,
-            gradient_steps=100 + rank,
-            samples=3200 + 32 * rank,
-            exchanges_initiated=50,
-            exchanges_answered=49,
-        )
+        counts = {"gradient_steps": 100 + rank, "samples": 3200 + 32 * rank}
+        last = CountsRecord(4.0 + rank, **counts, exchanges_initiated=50, exchanges_answered=49)
         records: list[Record] = [StartRecord(rank, num_workers, 1, 0.0, {}), last]
         if rank not in killed:
             values = {METRIC: 0.97, DIGEST: "cd" if rank == late else "ab"}
-            end = replace(last, time_s=6.0, state="left", consensus_distance=0.01, logged=values)
-            records.append(end)
+            left = {"state": "left", "consensus_distance": 0.01, "logged": values}
+            records.append(replace(last, time_s=6.0, **left))
         workers[rank] = WorkerLog()
         workers[rank].take(records)
     return RunLog(workers)

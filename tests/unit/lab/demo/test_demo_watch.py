@@ -80,27 +80,16 @@ def test_a_notice_belongs_to_the_last_fault_of_its_worker(tmp_path):
     assert (kill["detected_s"], kill["rejoined_s"]) == ({"1": 0.25, "2": None}, 2.0)
 
 
-# The view.
-
-
 def log_steps(directory: Path, clock: Clock, num_steps: int) -> None:
     for rank in range(2):
         writer = RunLogWriter(worker_file(directory, rank), clock=clock, run_id="7f")
         with closing(writer) as log:
             asked = {"method": "a2cid2", "graph": "ring", "comm_rate": 1.0, "budget_samples": 100}
             log.start(rank=rank, num_workers=2, configuration=asked)
-            steps = num_steps + rank
-            log.counts(
-                Counters(
-                    rank=rank,
-                    gradient_steps=steps,
-                    samples=8 * steps,
-                    exchanges_initiated=2,
-                    exchanges_answered=4,
-                    step_seconds=0.1 * (rank + 1),
-                ),
-                loss=0.5,
-            )
+            steps, step_s = num_steps + rank, 0.1 * (rank + 1)
+            exchanges = {"exchanges_initiated": 2, "exchanges_answered": 4}
+            counts = {"gradient_steps": steps, "samples": 8 * steps, "step_seconds": step_s}
+            log.counts(Counters(rank=rank, **counts, **exchanges), loss=0.5)
 
 
 def test_lines_where_there_is_no_terminal(tmp_path):
@@ -131,13 +120,9 @@ def test_a_worker_that_others_miss_does_not_answer_until_it_is_back(tmp_path):
     answers = answers_of(RunLog.read(tmp_path))
     assert [isinstance(each, Exception) for each in answers.values()] == [False, True, True]
     members = answers["0"].members  # type: ignore[union-attr]
-    assert [(each.state, each.is_silent) for each in members] == [
-        ("training", False),
-        ("training", True),
-        ("lost", True),
-    ]
+    states = [(each.state, each.is_silent) for each in members]
+    assert states == [("training", False), ("training", True), ("lost", True)]
     write_log(tmp_path, 0, 100.0, *lost, (2, "restarted", 107.0))
     write_log(tmp_path, 1, 100.0, *lost, (2, "restarted", 107.2))
-    assert not any(
-        isinstance(each, Exception) for each in answers_of(RunLog.read(tmp_path)).values()
-    )
+    answers = answers_of(RunLog.read(tmp_path))
+    assert not any(isinstance(each, Exception) for each in answers.values())

@@ -86,26 +86,16 @@ def a_run(num_workers: int = 4, *, method: str = "a2cid2", loss: bool = True) ->
                 continue
             counts = dict.fromkeys(neighbours, 4 * index)
             total = sum(counts.values())
-            records.append(
-                CountsRecord(
-                    time_s,
-                    2.0 / index if loss else math.nan,
-                    {"note": "</script><b>", "accuracy": None} if index == 5 else {},
-                    tuple((peer, 0.002) for peer in neighbours),
-                    rank=rank,
-                    at_s=50.0 + time_s,
-                    gradient_steps=10 * index,
-                    samples=80 * index,
-                    exchanges_initiated=total // 2,
-                    exchanges_answered=total // 2,
-                    exchanges_by_neighbour=counts,
-                    edge_distance=0.1 / index if neighbours else math.nan,
-                    exchange_seconds=0.002 * total,
-                    waited_seconds=0.01 * index,
-                    bytes_sent=1000 * total,
-                    bytes_received=1000 * total,
-                )
-            )
+            exchanges = {"exchanges_by_neighbour": counts, "exchange_seconds": 0.002 * total}
+            exchanges |= {"exchanges_initiated": total // 2, "exchanges_answered": total // 2}
+            exchanges |= {"bytes_sent": 1000 * total, "bytes_received": 1000 * total}
+            exchanges |= {"edge_distance": 0.1 / index if neighbours else math.nan}
+            steps = {"gradient_steps": 10 * index, "samples": 80 * index}
+            steps |= {"rank": rank, "at_s": 50.0 + time_s, "waited_seconds": 0.01 * index}
+            logged = {"note": "</script><b>", "accuracy": None} if index == 5 else {}
+            recent = tuple((peer, 0.002) for peer in neighbours)
+            mean_loss = 2.0 / index if loss else math.nan
+            records.append(CountsRecord(time_s, mean_loss, logged, recent, **steps | exchanges))
         settings = {"graph": "ring <4>", "method": method, "comm_rate": 1.0, "parameters": 1234}
         start = StartRecord(rank, num_workers, 100 + rank, 1.7e9 + 0.1 * rank, settings, 50.0, 2)
         unknown = {"loss": math.nan, "edge_distance": math.nan, "recent": ()}
@@ -209,17 +199,20 @@ def test_a_run_that_one_worker_began_and_another_joined():
     assert "2 workers" in words
 
 
-def test_time_is_shared_out_whole():
-    view = RunView(a_run())
+def assert_spans_are_whole(view: RunView) -> None:
     for rank in view.ranks:
         spans = view.spans(rank)
-        assert spans[0].start_s == 0
         assert spans[-1].end_s == pytest.approx(view.duration_s)
         for before, after in pairwise(spans):
             assert after.start_s == pytest.approx(before.end_s)
         for span in spans:
-            shares = span.computing + span.waiting + span.idle + span.away
-            assert shares == pytest.approx(1)
+            assert span.computing + span.waiting + span.idle + span.away == pytest.approx(1)
+
+
+def test_time_is_shared_out_whole():
+    view = RunView(a_run())
+    assert_spans_are_whole(view)
+    assert [view.spans(rank)[0].start_s for rank in view.ranks] == [0] * 4
     away_s = sum(one.away * (one.end_s - one.start_s) for one in view.spans(1))
     assert away_s == pytest.approx(7.9 - 4.0, abs=0.21)
     assert view.starts_of_pieces(view.over_time("loss")) == [[], [pytest.approx(8.1)], [], []]
@@ -313,13 +306,9 @@ def two_lives(directory: Path) -> None:
     for rank in range(2):
         for life, start_s in enumerate((50.0, 158.0)):
             now[0] = start_s + rank
-            log = RunLogWriter(
-                worker_file(directory, rank),
-                clock=lambda: now[0],
-                date=lambda: began_s + now[0],
-                run_id=str(life),
-                resumes=True,
-            )
+            times = {"clock": lambda: now[0], "date": lambda: began_s + now[0]}
+            path = worker_file(directory, rank)
+            log = RunLogWriter(path, run_id=str(life), resumes=True, **times)
             log.start(rank=rank, num_workers=2, configuration={"method": "gossip"})
             for step in range(1, 101):
                 now[0] = start_s + 0.2 * step
@@ -351,11 +340,7 @@ def test_time_in_which_no_worker_ran_is_no_run_time(tmp_path):
     lines = view.over_time("loss")
     starts = view.starts_of_pieces(lines)
     assert [[round(start, 1) for start in each] for each in starts] == [[20.2], [21.2]]
-    for rank in view.ranks:
-        spans = view.spans(rank)
-        assert spans[-1].end_s == pytest.approx(40)
-        for before, after in pairwise(spans):
-            assert after.start_s == pytest.approx(before.end_s)
+    assert_spans_are_whole(view)
 
 
 def test_a_run_that_somebody_carried_on_was_not_paused(tmp_path):
@@ -416,15 +401,10 @@ def test_a_run_resumed_with_more_workers_has_the_new_graph():
     """The logs of the first two go on from a run of two; the others begin with this one."""
     log = a_run(4)
     for rank in (0, 1):
-        worker = log.workers[rank]
-        small = {"graph": "ring <2>"}
-        first = replace(
-            worker.start,
-            num_workers=2,
-            started_at=worker.start.started_at - 100,
-            configuration=worker.start.configuration | small,
-        )
-        worker.starts.insert(0, first)
+        starts = log.workers[rank].starts
+        configuration = starts[0].configuration | {"graph": "ring <2>"}
+        earlier = {"num_workers": 2, "started_at": starts[0].started_at - 100}
+        starts.insert(0, replace(starts[0], configuration=configuration, **earlier))
     words = Page(render(log, "run")).words
     assert "ring <4>" in words
     assert "(differs)" not in words

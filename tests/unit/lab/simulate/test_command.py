@@ -21,7 +21,7 @@ from gossipdp_lab.simulate.command import (
     table,
     timeline_jobs,
 )
-from gossipdp_lab.simulate.scenario import ConstantTime, Link, SlowedTime
+from gossipdp_lab.simulate.scenario import ConstantTime, Link, LinkModel, SlowedTime
 from gossipdp_lab.simulate.study import simulate_all
 from gossipdp_lab.simulate.trace import TAIL_LOWEST, lowest_share
 from gossipdp_lab.tasks.digits import SGD
@@ -97,17 +97,16 @@ def test_runs_are_as_long_as_theory_says_or_as_is_affordable():
             {"compute_time": SlowedTime(ConstantTime(0.1), {2: 4.0, 3: 1.5, 0: 2.0})},
         ),
         ("--fidelity links --model-mb 4 --seed 7", {"model_bytes": 4e6, "seed": 7}),
+        (
+            "--fidelity links --latency-ms 2 --link-mbps 80",
+            {"links": LinkModel(Link(0.002, 1e7))},
+        ),
         ("--workload digits", {"optimizer": SGD, "num_steps": 100.0}),
     ],
 )
 def test_options_become_a_scenario(words, expected):
     scenario = runs_of(words)[0].job.scenario
     assert {name: getattr(scenario, name) for name in expected} == expected
-
-
-def test_link_options():
-    words = "--fidelity links --latency-ms 2 --link-mbps 80"
-    assert runs_of(words)[0].job.scenario.links.every == Link(0.002, 1e7)
 
 
 def test_the_timeline_of_the_docs_idles_as_they_say():

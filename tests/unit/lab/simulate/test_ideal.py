@@ -1,4 +1,4 @@
-"""Poisson edges: rates, arithmetic against the reference, and the decay rates of the paper."""
+"""Poisson edges: rates, arithmetic against real workers', and the decay rates of the paper."""
 
 from typing import Any
 
@@ -6,7 +6,6 @@ import networkx as nx
 import numpy as np
 import pytest
 import torch
-from reference import PaperState
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
@@ -20,10 +19,7 @@ NUM_WORKERS, DIMENSION, NUM_TRAINED = 8, 5, 4
 
 
 def edges_of(
-    population: Population,
-    constants: Constants,
-    edges_type: type[PoissonEdges] = PoissonEdges,
-    **changes: Any,
+    population: Population, constants: Constants, edges_type: type = PoissonEdges, **changes: Any
 ) -> PoissonEdges:
     """Make edges under which rows are averaged, unless changed."""
     options = {"eta": 0.0, "alpha_tilde": 0.5, "is_released": False, "unit_s": 0.5, "seed": 3}
@@ -50,11 +46,17 @@ class Recorded(PoissonEdges):
 class ByUpdate(PoissonEdges):
     """Computes every exchange as a real worker does."""
 
+    def __init__(self, *given, **options) -> None:
+        super().__init__(*given, **options)
+        self.eta_per_s = options["eta"] / options["unit_s"]
+        self.alpha_tilde = options["alpha_tilde"]
+
     def apply(self, times_s, edges) -> None:
-        population, alpha_tilde = self._population, self._excess + 0.5
+        population, alpha_tilde = self._population, self.alpha_tilde
         x = population.x
         ends = self._ends[edges].tolist()
-        for phase, (i, j) in zip((self._eta_per_s * times_s).tolist(), ends, strict=True):
+        self.num_exchanges += len(ends)
+        for phase, (i, j) in zip((self.eta_per_s * times_s).tolist(), ends, strict=True):
             unflowed = x[i].clone(), x[j].clone()
             population.flow(i, phase)
             population.flow(j, phase)
@@ -62,31 +64,6 @@ class ByUpdate(PoissonEdges):
             sent = unflowed if self._is_released else live
             population.apply(i, live[0], sent[1], alpha_tilde)
             population.apply(j, live[1], sent[0], alpha_tilde)
-
-
-def test_exchanges_are_those_of_the_paper_s_equation():
-    population = star()
-    edges = edges_of(population, STAR, **ACCELERATED)
-    start = population.x.clone()
-    recorded = edges_of(population, STAR, Recorded)
-    recorded.advance(10.0)
-    workers = [PaperState(row[:NUM_TRAINED], row[:NUM_TRAINED]) for row in start]
-    flowed = [0.0] * NUM_WORKERS
-    for time_s, edge in recorded.fired:
-        time = time_s / 0.5
-        i, j = STAR.edges[edge]
-        for rank in (i, j):
-            workers[rank] = workers[rank].flow(STAR.eta, time - flowed[rank])
-            flowed[rank] = time
-        delta = workers[i].x - workers[j].x
-        workers[i] = workers[i].exchange(delta, STAR.alpha_tilde)
-        workers[j] = workers[j].exchange(-delta, STAR.alpha_tilde)
-    edges.advance(10.0)
-    assert edges.num_exchanges == len(recorded.fired) > 5
-    for rank, worker in enumerate(workers):
-        torch.testing.assert_close(
-            population.x[rank, :NUM_TRAINED], worker.x, rtol=1e-11, atol=1e-11
-        )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +76,8 @@ def test_exchanges_are_those_of_the_paper_s_equation():
     ],
 )
 def test_the_compiled_loop_agrees_with_the_update_of_real_workers(momentum, is_released, dtype):
-    results = []
+    """Those are proved equal to the paper's equation: test_population.py, test_dynamics.py."""
+    results, counts = [], []
     for edges_type in (PoissonEdges, ByUpdate):
         population = star(dtype, momentum=momentum)
         rates = ACCELERATED if momentum else {}
@@ -107,8 +85,10 @@ def test_the_compiled_loop_agrees_with_the_update_of_real_workers(momentum, is_r
         for until_s in (1.0, 7.5, 20.0):
             edges.advance(until_s)
         for rank in range(NUM_WORKERS):
-            population.flow(rank, edges.phase(20.0))
+            population.flow(rank, rates.get("eta", 0.0) * 20.0 / 0.5)
         results.append(population.x)
+        counts.append(edges.num_exchanges)
+    assert counts[0] == counts[1] > 5
     tolerance = 1e-11 if dtype is torch.float64 else 1e-4
     torch.testing.assert_close(results[0], results[1], rtol=tolerance, atol=tolerance)
 
@@ -152,15 +132,9 @@ def run(method: str, **settings: object) -> Trace:
     ],
 )
 def test_decay_rates(graph, num_workers, num_steps, gossip, a2cid2):
+    settings = {"graph": graph, "num_workers": num_workers, "num_steps": num_steps}
     for method, expected in (("gossip", gossip), ("a2cid2", a2cid2)):
-        trace = run(
-            method,
-            graph=graph,
-            num_workers=num_workers,
-            num_steps=num_steps,
-            num_records=200,
-            stop_below=1e-22,
-        )
+        trace = run(method, num_records=200, stop_below=1e-22, **settings)
         assert trace.decay_per_exchange() == pytest.approx(expected, rel=0.1)
         assert trace.records[-1].drift < 1e-13
         assert trace.achieved_comm_rate == pytest.approx(1.0, abs=0.08)
@@ -175,12 +149,8 @@ def test_the_decay_per_exchange_does_not_depend_on_the_comm_rate():
 
 
 def test_the_same_seed_gives_the_same_trace():
-    settings = {
-        "num_steps": 20,
-        "keep_timeline": True,
-        "compute_time": SlowedTime(ConstantTime(), {1: 4.0}),
-        "objective": Consensus(8),
-    }
+    settings = {"num_steps": 20, "keep_timeline": True, "objective": Consensus(8)}
+    settings |= {"compute_time": SlowedTime(ConstantTime(), {1: 4.0})}
     first, again, other = (run("a2cid2", seed=seed, **settings) for seed in (5, 5, 6))
     assert first.digest() == again.digest() != other.digest()
     assert first.worker_steps[1] in (4, 5, 6)

@@ -34,11 +34,8 @@ def run(scenario: Scenario, method: str = "a2cid2") -> Trace:
     ("method", "scenario"), [("a2cid2", TRAINING), ("gossip", SMALL), ("released", SMALL)]
 )
 def test_same_seed_same_digest(method, scenario):
-    busy = replace(
-        scenario,
-        compute_time=LognormalTime(spread=0.3),
-        links=LinkModel(Link(0.01, bytes_per_s=2e3), jitter=0.5),
-    )
+    links = LinkModel(Link(0.01, bytes_per_s=2e3), jitter=0.5)
+    busy = replace(scenario, compute_time=LognormalTime(spread=0.3), links=links)
     digest = run(busy, method).digest()
     assert run(busy, method).digest() == digest
     assert run(replace(busy, seed=1), method).digest() != digest

@@ -97,13 +97,8 @@ def test_gradients_and_buffers_are_those_of_the_module(max_rows):
             layout.write(x[rank], model)
             loss = squared_error(model, next(loaders[rank]))
             loss.backward()
-            expected = torch.cat(
-                [
-                    parameter.grad.flatten()
-                    for parameter in model.parameters()
-                    if parameter.grad is not None
-                ]
-            )
+            gradients = [each.grad for each in model.parameters() if each.grad is not None]
+            expected = torch.cat([each.flatten() for each in gradients])
             torch.testing.assert_close(found.values[place], expected, rtol=1e-4, atol=1e-5)
             changes = layout.read(model)[15:] - x[rank, 15:]
             torch.testing.assert_close(found.buffer_changes[place], changes)

@@ -43,13 +43,10 @@ def test_messages_keep_their_order():
     assert wire.carry_message(1, 1.0, 0.125) == 1.125  # the other way has an order of its own
 
 
-def test_data_follow_what_was_sent_before():
+def test_data_follow_messages_which_go_between_chunks_and_behind_the_last():
     wire = Wire(0, 1)
     wire.carry_message(0, 0.0, 0.5)
     assert wire.carry_data(0, 0.1, 0.0, 0.1) == (0.1, 0.5)
-
-
-def test_messages_go_between_the_chunks_of_data_and_behind_the_last():
     wire = Wire(0, 1)
     assert wire.carry_data(0, 0.0, 10.0, 1.0) == (10.0, 11.0)
     assert wire.carry_message(0, 5.0, 0.1) == 5.1

@@ -47,15 +47,3 @@ def test_first_choice_follows_lambda(name):
         policy.exchanged(peer, initiated=True)
         counts[peer] += 1
     assert counts[2] / 4000 == pytest.approx(0.75, abs=0.03)
-
-
-def test_poisson_waits_for_its_partner_until_it_initiated():
-    policy = make("poisson")
-    available = dict.fromkeys(range(8), 1.0)
-    (partner,) = policy.draw(available)
-    for _ in range(20):
-        policy.exchanged(partner, initiated=False)
-        assert policy.draw(available) == [partner]
-    others = {peer: 1.0 for peer in available if peer != partner}
-    (second,) = policy.draw(others)
-    assert second != partner

@@ -151,9 +151,6 @@ def test_the_mean_loss_is_that_since_the_last_look():
     assert math.isnan(training.take_loss())
 
 
-# Their optimizers.
-
-
 def in_two_halves(rows: list[torch.Tensor]) -> list[torch.optim.Optimizer]:
     (row,) = rows
     return [torch.optim.AdamW([row[2:].view(2, 2)], lr=0.01), torch.optim.SGD([row[:2]], lr=0.1)]

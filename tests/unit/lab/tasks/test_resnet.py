@@ -50,12 +50,8 @@ def test_weight_decay_is_not_on_norms_and_biases():
     net = cifar_resnet18()
     decayed, others = parameter_groups(net, 5e-4)
     assert (decayed["weight_decay"], others["weight_decay"]) == (5e-4, 0.0)
-    bare = [
-        parameter
-        for module in net.modules()
-        if isinstance(module, nn.BatchNorm2d)
-        for parameter in module.parameters()
-    ]
+    norms = [module for module in net.modules() if isinstance(module, nn.BatchNorm2d)]
+    bare = [parameter for norm in norms for parameter in norm.parameters()]
     assert {id(each) for each in others["params"]} == {id(each) for each in (*bare, net.fc.bias)}
 
 

@@ -13,23 +13,13 @@ from gossipdp_lab.tasks.text import Gpt
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BytesGptOptions:
     for variable in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
-
-
-@pytest.fixture
-def options(tmp_path: Path, alone: None) -> BytesGptOptions:
-    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 60)
-    return BytesGptOptions(
-        data=tmp_path / "text.txt",
-        context=16,
-        width=16,
-        depth=1,
-        heads=2,
-        batch_size=8,
-        output=tmp_path / "output",
-    )
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question. " * 60)
+    small = {"context": 16, "width": 16, "depth": 1, "heads": 2, "batch_size": 8}
+    return BytesGptOptions(data=text, output=tmp_path / "output", **small)
 
 
 def test_an_evaluation_that_fails_does_not_lose_the_model(options, monkeypatch):
@@ -47,18 +37,13 @@ def test_a_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_the_same(options,
     outcome = train(options)
     assert outcome is not None
     assert json.loads((tmp_path / "results.json").read_text())["metric"] == outcome["metric"]
-    assert (
-        outcome["slowest_steps"]
-        == outcome["fastest_steps"]
-        == outcome["samples"] / options.batch_size
-    )
+    num_steps = outcome["samples"] / options.batch_size
+    assert outcome["slowest_steps"] == outcome["fastest_steps"] == num_steps
     expected = torch.load(options.directory / MODEL_FILE, weights_only=True)
     checkpoints = sorted((options.directory / "checkpoints").rglob("step-*"))
     # That of step 14 is left out if the first is still being written at the end.
-    assert [path.stem for path in checkpoints if path.stem != "step-00000014"] == [
-        "step-00000007",
-        "step-00000019",
-    ]
+    stems = [path.stem for path in checkpoints if path.stem != "step-00000014"]
+    assert stems == ["step-00000007", "step-00000019"]
     for path in checkpoints[1:]:
         path.unlink()
     (options.directory / MODEL_FILE).unlink()

@@ -117,13 +117,10 @@ def test_workers_of_the_command_have_orders_of_their_own():
     """Each is rank 0 of 1 with a seed of its own, of which torch's generators keep 32 bits."""
     seeds = [seed_of(run, worker, life) for run in (0, 1) for worker in range(8) for life in (0, 1)]
     shuffles = [worker_seed(0, 1, seed) for seed in seeds]
-    orders = {tuple(torch.randperm(9, generator=manual(each)).tolist()) for each in shuffles}
+    generators = [torch.Generator().manual_seed(each) for each in shuffles]
+    orders = {tuple(torch.randperm(9, generator=each).tolist()) for each in generators}
     assert max(shuffles) < 2**32
     assert len(orders) == len(seeds)
-
-
-def manual(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def test_an_epochs_order_follows_from_its_number():
