@@ -151,7 +151,7 @@ def train(tmp_path: Path, wrap: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return script
 
 
-WORKERS = {
+WORKERS: dict[str, dict[str, Any]] = {
     "no workers": {},
     "workers": {"num_workers": 2},
     "persistent workers": {"num_workers": 2, "persistent_workers": True},
@@ -159,7 +159,7 @@ WORKERS = {
 LOOPS = ("batches", "epochs")
 # 6 batches a pass: in the first, at its very end, in the second, and in the third.
 SAVED_AT = (2, 6, 8, 15)
-ROWS = [
+CASES = [
     *(
         (order, "no workers", SAVED_AT[(number + turn) % 4], bool(turn), LOOPS[number // 2 % 2])
         for number, order in enumerate(SAMPLED)
@@ -173,10 +173,15 @@ ROWS = [
     ("drawn batches", "persistent workers", 8, False, "batches"),
     ("stream", "persistent workers", 15, False, "batches"),
 ]
+ROWS = [
+    pytest.param(
+        row, id=", ".join(map(str, row)), marks=[pytest.mark.processes] if WORKERS[row[1]] else []
+    )
+    for row in CASES
+]
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: ", ".join(map(str, row)))
+@pytest.mark.parametrize("row", ROWS)
 def test_every_loader_goes_on_where_it_was(train, row):
     order, workers, save_at, has_generator, loop = row
 
