@@ -29,23 +29,17 @@ def run(*words: str, **variables: str) -> str:
     return done.stdout
 
 
-def contents(wheel: Path) -> dict[str, bytes]:
-    with zipfile.ZipFile(wheel) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
-
-
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build an sdist, and the wheel that was built from it."""
     target = tmp_path_factory.mktemp("dist")
-    run(
-        sys.executable, "-m", "build", "--no-isolation", "--outdir", str(target), str(ROOT)
-    )  # fmt: skip
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(target), str(ROOT))
     return target
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(dist):
-    wheel = contents(dist / f"{NAME}-py3-none-any.whl")
+def test_the_wheel_holds_the_package_alone_and_names_the_command_and_the_extras(dist):
+    with zipfile.ZipFile(dist / f"{NAME}-py3-none-any.whl") as archive:
+        wheel = {name: archive.read(name) for name in archive.namelist()}
     assert "gossipdp/py.typed" in wheel
     tops = {name.split("/")[0] for name in wheel}
     assert tops == {"gossipdp", "gossipdp_lab", f"{NAME}.dist-info"}
@@ -54,10 +48,6 @@ def test_the_wheel_holds_the_package_and_nothing_else(dist):
     shipped = {name for name in wheel if name.endswith(".py")}
     assert shipped == {str(path.relative_to(source)) for path in source.rglob("*.py")}
     assert f"{NAME}.dist-info/licenses/LICENSE" in wheel
-
-
-def test_its_metadata_name_the_command_and_the_extras(dist):
-    wheel = contents(dist / f"{NAME}-py3-none-any.whl")
     metadata = email.message_from_bytes(wheel[f"{NAME}.dist-info/METADATA"])
     assert metadata["Version"] == gossipdp.__version__
     extras = set(metadata.get_all("Provides-Extra", []))
@@ -69,8 +59,8 @@ def test_its_metadata_name_the_command_and_the_extras(dist):
 def test_the_sdist_holds_what_tests_and_docs_need(dist):
     with tarfile.open(dist / f"{NAME}.tar.gz") as archive:
         names = {name.removeprefix(f"{NAME}/") for name in archive.getnames()}
-    for needed in ("pyproject.toml", "LICENSE", "Makefile", "constraints.txt", "CONTRIBUTING.md"):
-        assert needed in names
+    needed = {"pyproject.toml", "LICENSE", "Makefile", "constraints.txt", "CONTRIBUTING.md"}
+    assert needed <= names
     tops = {name.split("/")[0] for name in names}
     assert {"src", "tests", "docs", "examples", "benchmarks"} <= tops
     assert not tops & {".venv", "runs", "dist", "build", ".git"}
