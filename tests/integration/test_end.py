@@ -38,9 +38,9 @@ def wrap(
 
 def said_in(log: Path) -> str:
     """Return what all workers have said since the last call."""
-    paths = list(log.glob("*.log"))
-    said = "".join(path.read_text() for path in paths)
-    for path in paths:
+    said = ""
+    for path in log.glob("*.log"):
+        said += path.read_text()
         path.unlink()
     return said
 

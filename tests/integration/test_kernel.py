@@ -1,12 +1,16 @@
-"""A notebook as its user goes through it: train, look, train on, interrupt a cell, run it again."""
+"""Notebooks: the example from the first cell to the last, and one as its user goes through it."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import nbformat
 import pytest
 from jupyter_client.manager import KernelManager
+from nbclient import NotebookClient
 from waiting import LONGEST_S, wait_until
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = [
     pytest.mark.processes,
     # jupyter_client's sockets, which it closes when the interpreter collects them.
@@ -40,12 +44,39 @@ def train(num_epochs):
 """
 
 
-@pytest.fixture
-def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelManager]:
-    """Start a kernel in a directory of its own."""
+@pytest.fixture(autouse=True)
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     for variable in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
+
+
+CHECK = """
+import json
+print(json.dumps({
+    "digests": len({result["digest"] for result in results}),
+    "exchanges": [result["stats"].exchanges for result in results],
+    "steps": [result["stats"].gradient_steps for result in results],
+    "accuracy": results[0]["accuracy"],
+}))"""
+
+
+def test_a_first_run_in_a_kernel():
+    notebook = nbformat.read(EXAMPLES / "first_run.ipynb", as_version=4)
+    (run,) = [cell for cell in notebook.cells if "args=(24_000,)" in cell.source]
+    run.source = run.source.replace("24_000", "12_000")
+    notebook.cells.append(nbformat.v4.new_code_cell(CHECK))
+    NotebookClient(notebook, timeout=270, resources={"metadata": {"path": EXAMPLES}}).execute()
+    found = json.loads("".join(output.text for output in notebook.cells[-1].outputs))
+    assert found["digests"] == 1
+    assert all(exchanges > 0 for exchanges in found["exchanges"])
+    assert found["steps"][2] < min(found["steps"][rank] for rank in (0, 1, 3))
+    assert found["accuracy"] > 0.8
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Iterator[KernelManager]:
+    """Start a kernel in a directory of its own."""
     manager = KernelManager(kernel_name="python3")
     manager.start_kernel(cwd=str(tmp_path))
     yield manager
@@ -62,12 +93,11 @@ def test_train_look_train_on_and_interrupt(kernel, tmp_path):
         """Return what a cell shows at its end, or its error."""
         while True:
             message = client.get_iopub_msg(timeout=LONGEST_S)
-            if message["parent_header"].get("msg_id") != request:
-                continue
+            is_of_it = message["parent_header"].get("msg_id") == request
             content = message["content"]
-            if message["msg_type"] == "execute_result":
+            if is_of_it and message["msg_type"] == "execute_result":
                 return str(content["data"]["text/plain"])
-            if message["msg_type"] == "error":
+            if is_of_it and message["msg_type"] == "error":
                 return f"{content['ename']}: {content['evalue']}"
 
     def run(code: str) -> str:

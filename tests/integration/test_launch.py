@@ -76,11 +76,8 @@ def arrive_alone() -> None:
 
 def test_a_store_that_nobody_hosts_is_told_in_time(workers):
     by_hand = {"TORCHELASTIC_USE_AGENT_STORE": "", "MASTER_PORT": "1"}
-    with pytest.raises(
-        WorkerFailedError,
-        match=r"worker 1 could not reach the store at 127.0.0.1:1 within 0.5 s \(Connection "
-        r"refused\); worker 0 hosts it: check",
-    ):
+    said = r"worker 1 could not reach the store at 127.0.0.1:1 within 0.5 s \(Connection refused\);"
+    with pytest.raises(WorkerFailedError, match=rf"{said} worker 0 hosts it: check"):
         workers(arrive_alone, 2, environment=by_hand)
 
 
@@ -102,9 +99,10 @@ def test_arguments_environment_and_closures_travel_and_a_large_result_comes_back
     results = workers(describe, 2, (Local(b"x"),), environment={"COLOUR": "red"})
     # Processes of a worker's data loader start as in a script.
     method = multiprocessing.get_start_method()
-    assert [said for *said, _ in results] == [[rank, "red", word, method] for rank in "01"]
-    assert all(isinstance(large, Local) for *_, large in results)
-    assert [len(large.value) for *_, large in results] == [20_000_000] * 2
+    for rank, (*said, large) in zip("01", results, strict=True):
+        assert said == [rank, "red", word, method]
+        assert isinstance(large, Local)
+        assert len(large.value) == 20_000_000
 
 
 def fail_on_worker_1() -> None:
@@ -146,12 +144,8 @@ def test_mistakes_are_told():
 
 
 def sockets_of_the_fork_server() -> list[str]:
-    server = os.getppid()
-    return [
-        os.readlink(f"/proc/{server}/fd/{fd}")
-        for fd in os.listdir(f"/proc/{server}/fd")
-        if "socket" in os.readlink(f"/proc/{server}/fd/{fd}")
-    ]
+    files = Path(f"/proc/{os.getppid()}/fd")
+    return [link for link in map(os.readlink, files.iterdir()) if "socket" in link]
 
 
 def test_the_fork_server_holds_no_socket_but_its_own(workers):

@@ -4,9 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Self
 
 import pytest
 import torch
@@ -43,48 +41,14 @@ def train(directory: Path) -> None:
     model.consolidate()
 
 
-class Watcher:
-    """Looks at the job about ten times a second, and does what the test says with what it sees."""
-
-    def __init__(self, directory: Path, act: Callable[[JobStatus], bool]) -> None:
-        self.directory = directory
-        self.seen: list[JobStatus] = []
-        self.first = ""
-        self._act = act
-        self._board: StatusBoard | None = None
-        self._poll = StatusPoll()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._poll.__exit__(*error)
-        wait_until(
-            lambda: not [each for each in threading.enumerate() if "gossipdp-ask" in each.name],
-            "the threads that ask have ended",
-        )
-
-    def poll(self) -> None:
-        """Look at the job, for the launcher; once ``act`` says so the workers may end."""
-        if self._board is None:
-            if (self.directory / "address").exists():
-                self.first = (self.directory / "address").read_text()
-                self._board = StatusBoard([self.first])
-            return
-        now_s = time.monotonic()
-        self._board.take(self._poll.answers(self._board.addresses(), 0.2), now_s)
-        if self._board.has_answers:
-            self.seen.append(self._board.job(now_s))
-            if self._act(self.seen[-1]):
-                (self.directory / "enough").touch()
-
-
 def states(job: JobStatus) -> list[str]:
     return [worker.state for worker in job.workers]
 
 
 def test_one_address_shows_the_whole_job_and_the_others_the_death_of_its_worker(workers, tmp_path):
     killed: list[int] = []
+    seen: list[JobStatus] = []
+    boards: list[StatusBoard] = []
 
     def is_all_there(job: JobStatus) -> bool:
         return (
@@ -93,25 +57,36 @@ def test_one_address_shows_the_whole_job_and_the_others_the_death_of_its_worker(
             and all(worker.exchanges and worker.samples_per_second for worker in job.workers)
         )
 
-    def kill_and_see(job: JobStatus) -> bool:
+    def look() -> None:
+        """Kill worker 0 once all are there; let the others end once they show that."""
+        now_s, address = time.monotonic(), tmp_path / "address"
+        if not boards:
+            boards.extend([StatusBoard([address.read_text()])] if address.exists() else [])
+            return
+        boards[0].take(poll.answers(boards[0].addresses(), 0.2), now_s)
+        if not boards[0].has_answers:
+            return
+        seen.append(job := boards[0].job(now_s))
         first = job.workers[0]
         if not killed and is_all_there(job):
-            assert first.status_address == watcher.first
+            assert first.status_address == address.read_text()
             assert first.process_id is not None
             killed.append(first.process_id)
             os.kill(first.process_id, signal.SIGKILL)
-        return bool(killed) and states(job)[0] == "lost" and job.num_answering == 3
+        if killed and first.state == "lost" and job.num_answering == 3:
+            (tmp_path / "enough").touch()
 
-    with (
-        Watcher(tmp_path, kill_and_see) as watcher,
-        pytest.raises(WorkerFailedError, match="SIGKILL"),
-    ):
-        workers(train, NUM_WORKERS, (tmp_path,), on_poll=watcher.poll)
-    job = next(job for job in watcher.seen if is_all_there(job))
+    with StatusPoll() as poll, pytest.raises(WorkerFailedError, match="SIGKILL"):
+        workers(train, NUM_WORKERS, (tmp_path,), on_poll=look)
+    wait_until(
+        lambda: not [each for each in threading.enumerate() if "gossipdp-ask" in each.name],
+        "the threads that ask have ended",
+    )
+    job = next(job for job in seen if is_all_there(job))
     assert job.num_answering == NUM_WORKERS
     assert (job.graph, job.method) == ("ring (4 workers)", "a2cid2")
     assert len({worker.process_id for worker in job.workers}) == NUM_WORKERS
     assert job.workers[0].neighbours == (1, 3)
-    job = next(job for job in watcher.seen if job.num_answering == 3 and "lost" in states(job))
+    job = next(job for job in seen if job.num_answering == 3 and "lost" in states(job))
     assert (0, "lost") in [(notice.rank, notice.kind) for notice in job.notices]
     assert job.workers[0].gradient_steps > 0, "what it had done is still there"

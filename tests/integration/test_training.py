@@ -102,9 +102,8 @@ def test_all_start_from_rank_0_and_end_with_the_mean_of_all(workers, case):
     num_workers, arguments = CASES[case]
     results = workers(train_and_consolidate, num_workers, arguments)
     starts, ends, stats, outcomes, brought, averages, owns, middles = zip(*results, strict=True)
-    for start, end in zip(starts, ends, strict=True):
-        assert torch.equal(start, starts[0])
-        assert torch.equal(end, ends[0])
+    assert all(torch.equal(start, starts[0]) for start in starts)
+    assert all(torch.equal(end, ends[0]) for end in ends)
     assert not torch.equal(starts[0], ends[0])
     for average in averages:
         assert_is_mean(average, brought)
@@ -112,14 +111,14 @@ def test_all_start_from_rank_0_and_end_with_the_mean_of_all(workers, case):
         for middle in middles:
             # BatchNorm's count of batches, the only integer, is one's own here.
             assert (~torch.isclose(middle, sum(owns) / num_workers, atol=1e-5)).sum() <= 1
-    assert set(outcomes) == {outcomes[0]}
-    assert outcomes[0].world_size == num_workers
+    (outcome,) = set(outcomes)
+    assert outcome.world_size == num_workers
     steps = [each.gradient_steps for each in stats]
     assert min(steps) >= 40
-    assert outcomes[0].gradient_steps == sum(steps)
-    assert outcomes[0].gradient_steps_by_rank == dict(enumerate(steps))
-    assert outcomes[0].samples == 32 * sum(steps)
-    assert math.isfinite(outcomes[0].consensus_distance)
+    assert outcome.gradient_steps == sum(steps)
+    assert outcome.gradient_steps_by_rank == dict(enumerate(steps))
+    assert outcome.samples == 32 * sum(steps)
+    assert math.isfinite(outcome.consensus_distance)
     initiated = sum(s.exchanges_initiated for s in stats)
     assert initiated == 0 if case == "none" else initiated > 0
     assert initiated == sum(s.exchanges_answered for s in stats)
@@ -172,8 +171,8 @@ def count_threads() -> Any:
     torch.set_num_threads(2)
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    train_alone = nn.functional.cross_entropy(net(data_of(0)[0]), data_of(0)[1])
-    train_alone.backward()  # starts torch's own threads
+    inputs, labels = data_of(0)
+    nn.functional.cross_entropy(net(inputs), labels).backward()  # starts torch's own threads
     with threadpool_limits(1, user_api="blas"):
         pass  # a fork leaves the threads of numpy's library behind: they start here
     before = os_threads()
@@ -197,10 +196,6 @@ def test_the_gossip_thread_is_one_and_starts_no_other(workers):
         assert after == before
         assert f"gossipdp-{rank}" in names
         assert num_threads == 2
-
-
-def end_by_steps_and_by_budget() -> list[tuple[float, list[str]]]:
-    return [end_by("steps"), end_by("budget")]
 
 
 def train_until_its_rate_is_set() -> tuple[float, str, list[int]]:
@@ -268,7 +263,7 @@ def end_by(what: str) -> tuple[float, list[str]]:
 
 
 def test_who_ends_by_its_own_steps_is_told_that_the_last_one_counts_most(workers):
-    one, two = workers(end_by_steps_and_by_budget, 2)
+    one, two = workers(lambda: [end_by("steps"), end_by("budget")], 2)
     (mean, first), (other, second) = one[0], two[0]
     assert mean == other
     assert mean < -0.9
