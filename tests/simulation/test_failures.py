@@ -32,19 +32,13 @@ def make_network(graph_name: str = "ring", num_workers: int = 8, seed: int = 0) 
 
 
 def running(network: FaultyNetwork) -> dict[int, WorkerProtocol]:
-    return {
-        rank: worker
-        for rank, worker in network.workers.items()
-        if rank not in network.crashed and rank not in network.left
-    }
+    gone = network.crashed | network.left.keys()
+    return {rank: worker for rank, worker in network.workers.items() if rank not in gone}
 
 
 def who_know_dead(network: FaultyNetwork, rank: int) -> set[int]:
-    return {
-        other
-        for other, worker in running(network).items()
-        if (record := worker.membership.get(rank)) is not None and record.status is Status.DEAD
-    }
+    records = {other: each.membership.get(rank) for other, each in running(network).items()}
+    return {other for other, known in records.items() if known and known.status is Status.DEAD}
 
 
 def run_on(network: FaultyNetwork, seconds: float) -> None:
@@ -67,8 +61,7 @@ def check_agreement(network: FaultyNetwork) -> None:
     graph.add_nodes_from(live)
     graph.add_edges_from((a, b) for a, worker in workers.items() for b in worker.neighbours)
     assert nx.is_connected(graph)
-    alpha_tildes = {worker.pairing.alpha_tilde for worker in workers.values()}
-    assert len(alpha_tildes) == 1
+    assert len({worker.pairing.alpha_tilde for worker in workers.values()}) == 1
     before = exchanges(network)
     run_on(network, 12.0)
     after = exchanges(network)
@@ -158,9 +151,7 @@ def test_both_halves_of_a_partition_go_on_and_merge(graph_name):
     halves = [(0, 1, 2, 5), (3, 4, 6, 7)]
     network.partition(halves, until=45.0)
     network.engine.run(until=20.0)
-    for half in halves:
-        for rank in half:
-            assert network.workers[rank].membership.live() == half
+    assert all(network.workers[rank].membership.live() == half for half in halves for rank in half)
     before = exchanges(network)
     network.engine.run(until=44.0)
     assert all(count > before[rank] for rank, count in exchanges(network).items())
@@ -202,19 +193,13 @@ def test_a_stop_in_the_end_does_not_hold_it_up(has_begun):
     assert network.left.keys() == set(network.workers) - {victim}
 
 
-def restart(network: FaultyNetwork, rank: int | None, process_id: int) -> None:
-    """Start a worker that knows the answer of the lowest live one."""
-    asked = next(iter(running(network)))
-    network.join(network.new_process(rank, process_id, asked=asked))
-
-
 @pytest.mark.parametrize("wait_s", [0.02, 8.0])
 def test_a_restarted_worker_is_back_at_once(wait_s):
     network = make_network()
     network.engine.run(until=10.0)
     network.crash(3)
     run_on(network, wait_s)
-    restart(network, 3, process_id=1000)
+    network.join(network.new_process(3, 1000, asked=0))
     run_on(network, 2.0)
     assert network.workers[3].incarnation == 1
     check_agreement(network)
