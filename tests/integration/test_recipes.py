@@ -10,14 +10,8 @@ import torch
 from image_files import write_cifar10, write_fashion_mnist, write_imagenet
 
 from gossipdp.cli.main import main
-from gossipdp_lab.tasks import (
-    BytesGptOptions,
-    Cifar10Options,
-    FashionMnistOptions,
-    ImageNetOptions,
-    TrainOptions,
-    make_recipe,
-)
+from gossipdp_lab import tasks
+from gossipdp_lab.tasks import TrainOptions, make_recipe
 from gossipdp_lab.tasks.command import MODEL_FILE, train
 
 
@@ -27,24 +21,24 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def cifar10(folder: Path) -> Cifar10Options:
+def cifar10(folder: Path) -> tasks.Cifar10Options:
     write_cifar10(folder, images_per_file=2)
-    return Cifar10Options(data=folder, epochs=1, batch_size=10)
+    return tasks.Cifar10Options(data=folder, epochs=1, batch_size=10)
 
 
-def imagenet(folder: Path) -> ImageNetOptions:
+def imagenet(folder: Path) -> tasks.ImageNetOptions:
     write_imagenet(folder, per_class=1)
-    return ImageNetOptions(data=folder, epochs=1, batch_size=2, loader_processes=1)
+    return tasks.ImageNetOptions(data=folder, epochs=1, batch_size=2, loader_processes=1)
 
 
-def fashion_mnist(folder: Path) -> FashionMnistOptions:
+def fashion_mnist(folder: Path) -> tasks.FashionMnistOptions:
     write_fashion_mnist(folder, num_train=20)
-    return FashionMnistOptions(data=folder, epochs=1, batch_size=10)
+    return tasks.FashionMnistOptions(data=folder, epochs=1, batch_size=10)
 
 
-def bytes_gpt(folder: Path) -> BytesGptOptions:
+def bytes_gpt(folder: Path) -> tasks.BytesGptOptions:
     (folder / "text.txt").write_text("to be or not to be, that is the question. " * 300)
-    return BytesGptOptions(
+    return tasks.BytesGptOptions(
         data=folder, epochs=2, batch_size=8, context=32, width=32, depth=1, heads=2
     )
 

@@ -8,16 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sharded_runs
 import torch
-from sharded_runs import (
-    BATCH,
-    BUDGET,
-    all_train,
-    check_saved,
-    dying_replica,
-    on_one_mesh,
-    until_asked,
-)
+from sharded_runs import BATCH, BUDGET
 
 from gossipdp.launcher import supervisor
 
@@ -35,7 +28,7 @@ def program(call: str) -> str:
 @pytest.fixture(scope="module")
 def one_mesh(workers: Callable, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     what = tmp_path_factory.mktemp("shards"), program("dcp.save("), program("dcp.load(")
-    return workers(on_one_mesh, 4, what, timeout_s=100)
+    return workers(sharded_runs.on_one_mesh, 4, what, timeout_s=100)
 
 
 def test_two_by_two_ends_as_two_workers_that_are_not_sharded(one_mesh):
@@ -117,7 +110,7 @@ def test_a_replica_that_lost_a_process_comes_back(workers):
     """
     failures: list[str] = []
     all_seen = workers(
-        dying_replica,
+        sharded_runs.dying_replica,
         4,
         timeout_s=120,
         max_restarts=1,
@@ -141,12 +134,13 @@ def test_all_processes_save_the_same_step_when_asked_to_end(workers, tmp_path, m
     sent: list[int] = []
 
     def ask_once_all_train() -> None:
-        if not sent and all_train(tmp_path):
+        if not sent and sharded_runs.all_train(tmp_path):
             sent.append(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(supervisor, "PATIENCE_S", 60)
+    options = {"nproc_per_replica": 2, "on_poll": ask_once_all_train}
     with pytest.raises(SystemExit) as ended:
-        workers(until_asked, 4, (tmp_path,), nproc_per_replica=2, on_poll=ask_once_all_train)
+        workers(sharded_runs.until_asked, 4, (tmp_path,), **options)
     assert ended.value.code == 128 + signal.SIGTERM
-    check_saved(tmp_path)
+    sharded_runs.check_saved(tmp_path)

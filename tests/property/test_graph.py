@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import networkx as nx
 import numpy as np
 import pytest
@@ -33,13 +35,9 @@ def pieces(constants):
     """Per edge its rate and (e_i - e_j); the centring projection; L^+."""
     size = len(constants.workers)
     differences = [np.eye(size)[i] - np.eye(size)[j] for i, j in constants.edges]
-    centre = np.eye(size) - 1.0 / size
-    laplacian = sum(
-        rate * np.outer(difference, difference)
-        for rate, difference in zip(constants.rates, differences, strict=True)
-    )
-    pseudo_inverse = np.linalg.pinv(laplacian, hermitian=True)
-    return list(zip(constants.rates, differences, strict=True)), centre, pseudo_inverse
+    edges = list(zip(constants.rates, differences, strict=True))
+    laplacian = sum(rate * np.outer(difference, difference) for rate, difference in edges)
+    return edges, np.eye(size) - 1.0 / size, np.linalg.pinv(laplacian, hermitian=True)
 
 
 @settings(max_examples=200)
@@ -73,9 +71,7 @@ def test_default_rates_respect_the_budget_and_the_degrees(graph, comm_rate):
 @settings(max_examples=60)
 @given(constants=rated_graphs(), scale=st.floats(0.1, 10.0))
 def test_scaling_all_rates(constants, scale):
-    scaled = Constants(
-        constants.workers, constants.edges, tuple(scale * rate for rate in constants.rates)
-    )
+    scaled = replace(constants, rates=tuple(scale * rate for rate in constants.rates))
     assert scaled.eta == pytest.approx(scale * constants.eta)
     assert scaled.alpha_tilde == pytest.approx(constants.alpha_tilde)
     assert constants.chi2 <= constants.chi1

@@ -106,7 +106,7 @@ def test_progress_is_the_largest_count_of_each_process_after_every_event(events)
 
 @given(st.integers(2, 7), st.integers(0, 2**32))
 def test_views_converge_under_gossip_in_any_order(num_workers, seed):
-    """Also with false declarations of death: whoever lives ends as live in every view."""
+    """Also with false declarations of death: all that live end as live in every view."""
     rng = random.Random(seed)
     tables = [Membership(Member(r, 1, rng.getrandbits(63))) for r in range(num_workers)]
     progress = [Progress(r, table.own.process_id) for r, table in enumerate(tables)]

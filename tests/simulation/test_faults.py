@@ -11,20 +11,12 @@ from typing import get_args
 
 import pytest
 from exploring import SEED, seeds
+from simulated_faults import schedule as faults
 from simulated_faults.adversary import Adversary, draw_adversary, run_adversary
 from simulated_faults.draws import draw_schedule
 from simulated_faults.network import FaultyNetwork, Loss
 from simulated_faults.run import Outcome, run_schedule
-from simulated_faults.schedule import (
-    BrokenExchange,
-    Crash,
-    EndingFault,
-    EndingKind,
-    FaultSchedule,
-    Join,
-    Restart,
-    Stall,
-)
+from simulated_faults.schedule import FaultSchedule
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
@@ -47,10 +39,10 @@ def test_no_schedule_breaks_an_invariant(seed):
     expect_whole(draw_schedule(seed, largest=LARGEST))
 
 
-@pytest.mark.parametrize("kind", get_args(EndingKind))
+@pytest.mark.parametrize("kind", get_args(faults.EndingKind))
 @pytest.mark.parametrize("frame", FRAMES)
 def test_a_fault_at_any_frame_of_consolidation(frame, kind):
-    ending = (EndingFault(frame, kind),)
+    ending = (faults.EndingFault(frame, kind),)
     expect_whole(FaultSchedule(seed=frame, faulty_s=2.0, ending=ending))
 
 
@@ -69,15 +61,15 @@ def test_without_faults_all_exchange_and_consolidate():
 
 
 def test_a_restarted_worker_and_a_joiner_take_parameters_and_consolidate():
-    faults = (Crash(1.0, 0), Restart(1.5, 0, asked=3), Join(2.0, asked=0))
-    outcome = expect_whole(FaultSchedule(seed=1, faults=faults))
+    what = (faults.Crash(1.0, 0), faults.Restart(1.5, 0, asked=3), faults.Join(2.0, asked=0))
+    outcome = expect_whole(FaultSchedule(seed=1, faults=what))
     assert outcome.num_taken_over == 2
     assert outcome.num_consolidated == 9
 
 
 def test_one_that_stands_still_halts_the_others_for_less_than_half_the_timeout():
     """Its neighbours withdraw their proposals; but for one, perhaps, who is exchanging with it."""
-    stall = FaultSchedule(seed=0, num_workers=4, faults=(Stall(2.0, 1, 0.95),))
+    stall = FaultSchedule(seed=0, num_workers=4, faults=(faults.Stall(2.0, 1, 0.95),))
     outcomes = [expect_whole(replace(stall, seed=seed)) for seed in range(5)]
     assert sorted(outcome.hungriest_s for outcome in outcomes)[2] < 0.5
     assert {outcome.num_consolidated for outcome in outcomes} == {4}
@@ -85,10 +77,10 @@ def test_one_that_stands_still_halts_the_others_for_less_than_half_the_timeout()
 
 def test_exchanges_lose_their_link_at_every_point():
     """Before any data, half way, at one end done and at the other not, after the end."""
-    transfer_s, num_torn = 0.03, 0
-    schedule = FaultSchedule(seed=0, num_workers=6, transfer_s=transfer_s, faulty_s=4.0)
+    schedule, num_torn = FaultSchedule(seed=0, num_workers=6, transfer_s=0.03, faulty_s=4.0), 0
     for quarter in range(8):
-        broken = tuple(BrokenExchange(20 + k, quarter / 4 * transfer_s) for k in range(0, 40, 5))
+        delay_s = quarter / 4 * schedule.transfer_s
+        broken = tuple(faults.BrokenExchange(begin, delay_s) for begin in range(20, 60, 5))
         num_torn += expect_whole(replace(schedule, seed=quarter, broken_exchanges=broken)).num_torn
     assert num_torn > 0
 

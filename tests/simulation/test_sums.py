@@ -15,12 +15,7 @@ from gossipdp.gossip import sums as data_side
 from gossipdp.gossip.sums import BUSY_S
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
-from gossipdp.protocol.messages import (
-    AverageMessage,
-    ConsolidationMessage,
-    Envelope,
-    ReductionMessage,
-)
+from gossipdp.protocol import messages as say
 from gossipdp.protocol.reduction import WINDOW
 from gossipdp_lab.simulate.network import Conditions, Wire, make_workers
 from gossipdp_lab.simulate.population import Population
@@ -28,6 +23,7 @@ from gossipdp_lab.simulate.population import Population
 TIMEOUT_S = 1.0
 LONGEST_END_S = 12 * TIMEOUT_S
 NUM_CHUNKS = 9
+OF_SUMS = say.ConsolidationMessage | say.ReductionMessage | say.AverageMessage
 
 
 class Sums(FaultyNetwork):
@@ -65,8 +61,8 @@ class Sums(FaultyNetwork):
         )
         self.engine.run(until=2.0)
 
-    def carries(self, rank: int, peer: int, envelope: Envelope) -> Envelope | Loss:
-        if isinstance(envelope.message, ConsolidationMessage | ReductionMessage | AverageMessage):
+    def carries(self, rank: int, peer: int, envelope: say.Envelope) -> say.Envelope | Loss:
+        if isinstance(envelope.message, OF_SUMS):
             self.num_said += 1
             is_mute = rank in self.mute and self.num_chunks_sent >= self.mute_after
             if is_mute or self.num_said == self.lost:
