@@ -80,8 +80,7 @@ def join_at_once(directory: Path) -> Seen:
         joined = {each.rank for each in model.stats().noticed if each.kind == "joined"}
         if is_run and dist.get_rank() == 1 and joined == {1, 2} and model.stats().exchanges > 3:
             model.stop()
-    end = model.consolidate()
-    seen.num_averaged, seen.samples, seen.values = end.world_size, end.samples, values(net)
+    seen.at_the_end(model, net)
     dist.barrier()
     dist.destroy_process_group()
     return seen

@@ -99,10 +99,8 @@ class Ending(FaultyNetwork):
         return self.mean_latency_s[sender, receiver] * self.random.uniform(0.5, 1.5)
 
     def give_machine(self, worker: WorkerProtocol) -> None:
-        own, is_linked = worker.membership.own, worker.peers.__contains__
-        worker.consolidation = Consolidation(
-            own.rank, own.process_id, self.num_chunks, 1, is_linked
-        )
+        is_linked = worker.peers.__contains__
+        worker.consolidation = Consolidation(*process_of(worker), self.num_chunks, 1, is_linked)
 
     def end_training(self, worker: WorkerProtocol) -> None:
         if self.lives(worker):
@@ -115,14 +113,9 @@ class Ending(FaultyNetwork):
         random = self.random
         floats = [random.uniform(-1, 1) * 10 ** random.randrange(8) for _ in range(self.num_chunks)]
         self.inputs[process_of(self.workers[rank])] = floats
-        integer = torch.tensor([random.getrandbits(30)])
-        return State(
-            [
-                *(Segment(torch.tensor([each], dtype=torch.float64), Role.TRAINED, momentum=False)
-                  for each in floats),
-                Segment(integer, Role.COPIED),
-            ]
-        )  # fmt: skip
+        double = partial(torch.tensor, dtype=torch.float64)
+        trained = [Segment(double([each]), Role.TRAINED, momentum=False) for each in floats]
+        return State([*trained, Segment(torch.tensor([random.getrandbits(30)]), Role.COPIED)])
 
     def forget(self, rank: int) -> None: ...
 
@@ -182,10 +175,10 @@ class Ending(FaultyNetwork):
                 worker = self.workers[first]
                 worker.membership.declare_dead(second)
                 self.perform(first, worker.poll(self.engine.now))
-            case "restart":
-                if not self.crashed:
-                    return
+            case "restart" if self.crashed:
                 self.restart(self.random.choice(sorted(self.crashed)), first)
+            case _:
+                return
         self.mishaps[kind] -= 1
 
     def crash(self, rank: int) -> None:
@@ -246,9 +239,11 @@ class Ending(FaultyNetwork):
             assert list(result_of(outcome)[: self.num_chunks]) == expected
 
     def check_agreement(self) -> None:
-        assert len({self.origins[worker] for worker, _ in self.ended}) <= 1
-        assert len({outcome.consensus_distance for _, outcome in self.ended}) <= 1
-        assert len({result_of(outcome) for _, outcome in self.ended}) <= 1
+        ends = {
+            (self.origins[worker], outcome.consensus_distance, result_of(outcome))
+            for worker, outcome in self.ended
+        }
+        assert len(ends) <= 1, ends
 
     def check_claim(self) -> None:
         """Results that differ were first committed by groups without a common process.

@@ -8,7 +8,7 @@ import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -84,19 +84,12 @@ def exchanged_by_hand(mesh: DeviceMesh, *, is_sharded: bool) -> Tensor:
     parameters = dict(net.named_parameters())
     gathered = [values(net)]
     for name in sorted(momenta):
-        parameter = parameters[name].detach()
+        parameter, momentum = parameters[name].detach(), momenta[name]
         if isinstance(parameter, DTensor):
-            momentum = DTensor.from_local(
-                momenta[name].contiguous(),
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-            gathered.append(momentum.full_tensor().flatten())
-        else:
-            gathered.append(momenta[name].flatten())
+            layout = parameter.device_mesh, parameter.placements
+            size: dict[str, Any] = {"shape": parameter.shape, "stride": parameter.stride()}
+            momentum = DTensor.from_local(momentum.contiguous(), *layout, run_check=False, **size)
+        gathered.append(whole(momentum).flatten())
     return torch.cat(gathered)
 
 
@@ -122,6 +115,12 @@ class Seen:
     num_averaged: int = 0
     values: Tensor = field(default_factory=lambda: torch.empty(0))
     facts: dict[str, Any] = field(default_factory=dict)
+
+    def at_the_end(self, model: GossipDataParallel, net: nn.Module) -> Self:
+        """Consolidate, and note what came of it."""
+        end = model.consolidate()
+        self.samples, self.num_averaged, self.values = end.samples, end.world_size, values(net)
+        return self
 
 
 def loader(seed: int) -> DataLoader[Any]:
@@ -167,31 +166,26 @@ def train(mesh: DeviceMesh, directory: Path, save: str) -> Seen:
     names: dict[str, Any] = {"model": model, "net": net, "optimizer": optimizer, "mesh": mesh}
     exec(save, names)
     seen.facts["saved"] = tensors_of(names["state"])
-    end = model.consolidate()
-    seen.samples, seen.num_averaged = end.samples, end.world_size
-    seen.values = values(net)
-    return seen
+    return seen.at_the_end(model, net)
 
 
 def look_at_average(model: GossipDataParallel, net: nn.Sequential) -> dict[str, bool]:
     """Within ``averaged()`` the forward pass is of other parameters, and after it of the own."""
-    inputs = torch.ones(3, 6)
+    inputs, (first, _, second) = torch.ones(3, 6), net
 
-    def by_hand() -> Tensor:
-        first, second = net[0], net[2]
-        hidden = torch.tanh(inputs @ whole(first.weight).T + whole(first.bias))
-        return hidden @ whole(second.weight).T + whole(second.bias)
+    def reshard() -> None:
+        for layer in (first, second, net):
+            layer.reshard()  # type: ignore[operator]
 
     with torch.no_grad():
-        for layer in (net[0], net[2], net):
-            layer.reshard()  # type: ignore[operator]
+        reshard()
         before = values(net)
         with model.averaged():
             within = values(net)
-            forward, expected = net(inputs), None
-            for layer in (net[0], net[2], net):
-                layer.reshard()  # type: ignore[operator]
-            expected = by_hand()
+            forward = net(inputs)
+            reshard()
+            hidden = torch.tanh(inputs @ whole(first.weight).T + whole(first.bias))
+            expected = hidden @ whole(second.weight).T + whole(second.bias)
         after = values(net)
     return {
         "average differs": not torch.equal(within, before),
@@ -223,12 +217,8 @@ def on_one_mesh(
     sharded = exchanged_by_hand(mesh, is_sharded=True)
     plain = exchanged_by_hand(mesh, is_sharded=False)
     seen = train(mesh, directory, save)
-    more = {
-        "loaded": loaded(load),
-        **resumed(mesh, directory),
-        **averaged_and_stopped(mesh),
-        **poisoned(mesh),
-    }
+    more = {"loaded": loaded(load), **resumed(mesh, directory), **averaged_and_stopped(mesh)}
+    more |= poisoned(mesh)
     dist.barrier()
     dist.destroy_process_group()
     return sharded, plain, seen, more
@@ -289,35 +279,28 @@ def averages(
     model: GossipDataParallel, net: nn.Module, partners: dist.ProcessGroup
 ) -> dict[str, Tensor]:
     """Return the replica's parameters, the mean over replicas, and what the wrapper says it is."""
-    own = values(net)
+    own, names = values(net), [name for name, _ in net.named_parameters()]
     mean = own.clone()
     dist.all_reduce(mean, group=partners)
     with model.averaged():
         within = values(net)
         state = model.state_dict()
-        named = [whole(state[name].detach()).flatten() for name, _ in net.named_parameters()]
+        state = [whole(state[name].detach()).flatten() for name in names]
     dist.barrier()  # nobody steps while another averages
     path = Path(f"averaged-{model.rank}.pt")
     model.save_averaged(path)
     dist.barrier()
     saved = torch.load(path, weights_only=True)
-    parameters = [saved[name].flatten() for name, _ in net.named_parameters()]
-    return {
-        "own": own,
-        "mean": mean / 2,
-        "averaged": within,
-        "averaged state": torch.cat(named),
-        "averaged file": torch.cat(parameters),
-    }
+    file = torch.cat([saved[name].flatten() for name in names])
+    found = {"averaged": within, "averaged state": torch.cat(state), "averaged file": file}
+    return {"own": own, "mean": mean / 2, **found}
 
 
 def poisoned(mesh: DeviceMesh) -> dict[str, Any]:
     """Give one process of replica 1 a batch of NaN, so that its replica's parameters become NaN."""
     rank, num_steps = dist.get_rank(), 0
-    exchange = Exchange(pace="strict")
-    model, net, optimizer = wrapped(
-        rank, mesh, budget_samples=BUDGET // 2, exchange=exchange, comm_rate=2.0
-    )
+    often: dict[str, Any] = {"exchange": Exchange(pace="strict"), "comm_rate": 2.0}
+    model, net, optimizer = wrapped(rank, mesh, budget_samples=BUDGET // 2, **often)
     try:
         for inputs, targets in model.batches(loader(model.worker_seed)):
             factor = math.nan if (rank, num_steps) == (3, 5) else 1.0
@@ -377,11 +360,7 @@ class SlowToSave:
             select.select([os.pidfd_open(int(self.path.read_text()))], [], [])
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
-# Deaths.
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def dying_replica() -> Seen:
@@ -408,9 +387,7 @@ def dying_replica() -> Seen:
         time.sleep(0.02)
     seen.exchanges = model.stats().exchanges
     seen.facts["noticed"] = [notice.kind for notice in model.stats().noticed]
-    end = model.consolidate()
-    seen.samples, seen.num_averaged = end.samples, end.world_size
-    seen.values = values(net)
+    seen.at_the_end(model, net)
     dist.barrier()
     dist.destroy_process_group()
     return seen
