@@ -28,8 +28,9 @@ def steps_saved(directory: Path) -> list[int]:
 class AtOnce:
     """Writes in the calling thread, so that every checkpoint is on the disk when a step ends."""
 
-    def __init__(self, rank: int) -> None:
-        pass
+    def __init__(self, rank: int) -> None: ...
+    def wait(self, written: "Future[Path]") -> None: ...
+    def close(self) -> None: ...
 
     def begin(self, write: Write) -> "Future[Path]":
         written: Future[Path] = Future()
@@ -41,12 +42,6 @@ class AtOnce:
 
     def has_ended(self, written: "Future[Path]") -> bool:
         return written.done()
-
-    def wait(self, written: "Future[Path]") -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class WhenTold(AtOnce):

@@ -104,15 +104,13 @@ class _Cards(TorchDispatchMode):
         to_host = func is aten.copy_.default and not isinstance(args[0], FakeTensor)
         card.num_waits += to_host and not is_late
         with card.turn, card.fakes:
-            if func is not aten.copy_.default or isinstance(args[0], FakeTensor):
+            if to_host:
+                func(card.fakes.from_tensor(args[0]), *args[1:], **kwargs)
+            else:
                 outcome = func(*args, **kwargs)
                 if place is None or place.type != "cpu":
                     return outcome
-                shape, dtype = outcome.shape, outcome.dtype
-            else:
-                func(card.fakes.from_tensor(args[0]), *args[1:], **kwargs)
-                outcome = None
-        return torch.ones(shape, dtype=dtype) if outcome is not None else args[0].fill_(1)
+        return args[0].fill_(1) if to_host else torch.ones(outcome.shape, dtype=outcome.dtype)
 
 
 class _Stream:
@@ -126,16 +124,14 @@ class _Stream:
     def __exit__(self, *_: object) -> None:
         self._context.close()
 
-    def wait_event(self, event: "_Event") -> None:
-        pass
+    def wait_event(self, event: "_Event") -> None: ...
 
 
 class _Event:
     def __init__(self, card: FakeCard) -> None:
         self._card = card
 
-    def record(self, stream: _Stream) -> None:
-        pass
+    def record(self, stream: _Stream) -> None: ...
 
     def query(self) -> bool:
         return True

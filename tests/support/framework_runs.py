@@ -28,7 +28,6 @@ WRAPPERS = {
     "lightning_module": "strategy.gossip",
 }
 FRAMEWORKS = ("accelerate", "transformers.trainer", "lightning.pytorch")
-NUM_WORKERS = 2
 # Of the twenty epochs of the examples, so that a run ends soon.
 EPOCHS = 8
 
@@ -182,21 +181,18 @@ def main(results: Path) -> None:
     start_fork_server(also=FRAMEWORKS)
     outcomes: dict[str, Any] = {}
 
-    def run(name: str, function: Callable[..., Any], workers: int, *args: Any) -> None:
+    def run(name: str, function: Callable[..., Any], *args: Any) -> None:
         started_s = time.monotonic()
-        outcomes[name] = launch(function, workers, args, timeout_s=600)
+        outcomes[name] = launch(function, 2, args, timeout_s=600)
         print(f"{name}: {time.monotonic() - started_s:.1f} s", flush=True)
 
     for name, wrapper in WRAPPERS.items():
-        run(name, run_example, NUM_WORKERS, name, wrapper)
-    for name, save in (
-        ("transformers", save_under_transformers),
-        ("lightning", save_under_lightning),
-    ):
-        folder = results.parent / f"saved by {name}"
+        run(name, run_example, name, wrapper)
+    for save in (save_under_transformers, save_under_lightning):
+        folder = results.parent / save.__name__.replace("save_under_", "saved by ")
         folder.mkdir()
-        run(folder.name, save, 2, str(folder))
-    run("without single_process", forget_the_single_process, 2)
+        run(folder.name, save, str(folder))
+    run("without single_process", forget_the_single_process)
     results.write_text(json.dumps(outcomes, indent=1))
 
 

@@ -69,17 +69,18 @@ class Course:
 
     def share(self, begins_s: float, ends_s: float) -> float:
         """Return how much of what they make without the worker all the others make."""
-        windows = slice(round(begins_s / WINDOW_S), round(ends_s / WINDOW_S))
-        seen = sum(sum(self.seen[rank][windows]) for rank in self.others)
-        return seen / max(1, sum(sum(self.removed[rank][windows]) for rank in self.others))
+        seen, removed = zip(*self._sums(begins_s, ends_s), strict=True)
+        return sum(seen) / max(1, sum(removed))
 
     def least_share(self, begins_s: float, ends_s: float) -> float:
         """Return the share of the one that fares worst."""
+        return min(seen / max(1, removed) for seen, removed in self._sums(begins_s, ends_s))
+
+    def _sums(self, begins_s: float, ends_s: float) -> list[tuple[int, int]]:
+        """Return the exchanges of each of the others, with the worker and without it."""
         windows = slice(round(begins_s / WINDOW_S), round(ends_s / WINDOW_S))
-        return min(
-            sum(self.seen[rank][windows]) / max(1, sum(self.removed[rank][windows]))
-            for rank in self.others
-        )
+        both = ((self.seen[rank], self.removed[rank]) for rank in self.others)
+        return [(sum(seen[windows]), sum(removed[windows])) for seen, removed in both]
 
 
 def watch(
@@ -96,14 +97,13 @@ def watch(
     others = list(range(num_workers - 1))
     until_s = event.begins_s + event.lasts_s + after_s
 
-    def run(*, is_removed: bool) -> dict[int, list[int]]:
-        constants = live_graph.constants(others) if is_removed else live_graph.original
+    def run(constants: Constants) -> dict[int, list[int]]:
         workers = make_workers(
             constants, seed=seed, timeout_s=TIMEOUT_S, sets_own_rate=comm_rate is None
         )
         return _counts(workers, constants, event, until_s, seed=seed)
 
-    return Course(event, others, run(is_removed=False), run(is_removed=True))
+    return Course(event, others, run(live_graph.original), run(live_graph.constants(others)))
 
 
 def _counts(

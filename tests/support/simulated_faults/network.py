@@ -114,8 +114,7 @@ class FaultyNetwork(VirtualNetwork):
         self.crashed.add(rank)
         self._stalled_until.pop(rank, None)
         self._waiting.pop(rank, None)
-        alarm = self._alarms.pop(rank, None)
-        if alarm is not None:
+        if (alarm := self._alarms.pop(rank, None)) is not None:
             alarm.cancel()
         if rank in self._running:
             self._end(rank, "crashed")
@@ -366,9 +365,8 @@ class FaultyNetwork(VirtualNetwork):
 
     def connect(self, first: int, second: int) -> None:
         """Link two workers, unless they are."""
-        if self.wire(first, second) is not None:
-            return
-        super().connect(first, second)
+        if self.wire(first, second) is None:
+            super().connect(first, second)
 
     def linked(self, rank: int, peer: int) -> None:
         self._retry_s.pop((rank, peer), None)
@@ -489,9 +487,8 @@ class FaultyNetwork(VirtualNetwork):
         return self._sums(rank).ask()
 
     def _sums(self, rank: int) -> Sums:
-        worker = self.workers[rank]
+        worker, averaged = self.workers[rank], self._averaged
         if worker not in self.sums:
-            averaged = self._averaged
             num_chunks = worker.consolidation.num_chunks
             self.sums[worker] = Sums(
                 no_parameters(num_chunks) if averaged is None else averaged.state(rank),

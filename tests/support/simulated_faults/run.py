@@ -40,13 +40,10 @@ class Outcome:
         broken: which invariant broke first, and how; empty for none.
     """
 
-    seed: int
-    num_workers: int
     broken: str
     details: str
     digest: str
     hungriest_s: float
-    num_inputs: int
     num_exchanges: int
     num_torn: int
     num_taken_over: int
@@ -71,13 +68,10 @@ def run_schedule(
         broken, details = error.invariant, str(error)
     network, ledger = run.network, run.ledger
     return Outcome(
-        seed=schedule.seed,
-        num_workers=schedule.num_workers,
         broken=broken,
         details=details,
-        digest=run.digest(),
+        digest=network.digest(run.population.x.numpy().tobytes()),
         hungriest_s=run.invariants.hungriest_s,
-        num_inputs=run.invariants.num_inputs,
         num_exchanges=network.num_exchanges,
         num_torn=ledger.num_torn,
         num_taken_over=len(network.took_over),
@@ -145,8 +139,7 @@ class _Run:
         begin_s = engine.now
         for rank in self.invariants.live():
             done_s = begin_s + self.random.uniform(0.0, self.schedule.done_within_s)
-            worker = network.workers[rank]
-            engine.at(done_s, partial(self._done, worker))
+            engine.at(done_s, partial(self._done, network.workers[rank]))
         while missing := [rank for rank in self.invariants.live() if rank not in network.left]:
             if engine.now > begin_s + ENDED_WITHIN_S:
                 raise InvariantBroken(
@@ -155,10 +148,6 @@ class _Run:
                 )
             engine.run(until=engine.now + LOOK_EVERY_S)
         self.invariants.check_end(self.averaged)
-
-    def digest(self) -> str:
-        """Return a digest of all that happened, and of the rows that it left."""
-        return self.network.digest(self.population.x.numpy().tobytes())
 
     def _done(self, worker: WorkerProtocol) -> None:
         if self.network.lives(worker):
@@ -189,8 +178,7 @@ class _Run:
     def _start(self, rank: int | None, asked: int) -> None:
         """Start a process; as a real one it asks one live worker for all that it must know."""
         network = self.network
-        live = self.invariants.live()
-        if not live:
+        if not (live := self.invariants.live()):
             return
         answer = network.workers[live[asked % len(live)]].answer_joiner(0)
         if answer.is_ending:
