@@ -122,7 +122,6 @@ def shown_in(page: str) -> dict[Setting, list[tuple[str, ...]]]:
 
 
 def measured(runs: Runs, setting: Setting) -> list[tuple[str, ...]]:
-    """Return the rows of a setting as the pages write them."""
     return sorted(
         (name, f"{mean} ± {spread}" if spread else mean, above, *rest)
         for name, mean, above, spread, *rest in tables(runs, setting)[0].rows

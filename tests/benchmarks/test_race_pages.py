@@ -15,7 +15,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def result(name: str) -> dict[str, Any]:
-    """Return the result of a report of the race."""
     path = ROOT / "benchmarks/results" / f"{name}.json"
     found: dict[str, Any] = json.loads(path.read_text())["result"]
     return found
@@ -66,7 +65,6 @@ def test_the_best_is_bold_in_the_readme():
 
 
 def listed(texts: list[str]) -> str:
-    """Return texts as a sentence lists them."""
     return " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
 
 
@@ -93,7 +91,6 @@ def test_the_race_page_s_sentences_are_those_of_the_results():
 
 
 def rarer_deaths() -> str:
-    """Return the sentence on kill periods."""
     shares = [
         listed([f"{RACE[f'kills{s}'][row]['share_of_calm']:.0%}" for s in (10, 30, 120)])
         for row in ("gossipdp", "local_sgd_torchft@16", "ddp")
@@ -104,7 +101,6 @@ def rarer_deaths() -> str:
 
 
 def coarser_and_finer() -> str:
-    """Return the sentence on averages of every 4 steps."""
     rows = ("local_sgd_torchft@4", "diloco_torchft@4")
     own = result("race_own")
     losses = listed([f"{own['calm'][row]['loss']:.3f}" for row in rows])
@@ -115,7 +111,6 @@ def coarser_and_finer() -> str:
 
 
 def eight_workers() -> str:
-    """Return the sentence on eight workers."""
     eight = result("race_8")
     samples = [
         listed([f"{eight[name][row]['samples'] / 1e3:.0f}" for name in SUMMARY])
@@ -128,7 +123,6 @@ def eight_workers() -> str:
 
 
 def sent(row: dict[str, Any]) -> float:
-    """Return the bytes that a row sent in a run."""
     return median(run["result"]["sent_bytes"] for run in row["runs"])
 
 
@@ -146,7 +140,6 @@ def times_ddp(
 
 
 def headline_bytes() -> str:
-    """Return the README's sentence on bytes."""
     shown = {name: RACE[name] for name in SUMMARY}
     least, most = times_ddp(shown, sent, "gossipdp")
     least_kept, most_kept = times_ddp(shown, lambda row: float(row["bytes"]), "gossipdp")

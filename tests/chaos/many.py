@@ -243,7 +243,6 @@ def end_at_the_second(failures: list[Failure], failure: Failure) -> None:
 
 
 def problems_of(ends: list[End], longest_ms: float) -> list[str]:
-    """Return what is not as it should be."""
     problems = ["workers hold unlike bits"] if len({end.digest for end in ends}) > 1 else []
     steps = {end.rank: end.steps for end in ends}
     for end in ends:

@@ -45,7 +45,6 @@ class Hosts:
         self.router = f"{mark}r"
 
     def open(self) -> None:
-        """Make them."""
         for name in (*self.names, self.router):
             ip("netns", "add", name)
         ip("netns", "exec", self.router, "sysctl", "-q", "-w", "net.ipv4.ip_forward=1")

@@ -185,7 +185,6 @@ class Soak:
         return [self.run] if self.joiner is None else [self.run, self.joiner]
 
     def live(self) -> dict[int, Life]:
-        """Return the live workers that train, by rank."""
         return {rank: life for (rank, _), life in self.lives.items() if life.is_live}
 
     def are_all_back(self) -> bool:
@@ -292,7 +291,6 @@ class Soak:
         return {int(path.stem.split("-")[1]): json.loads(path.read_text()) for path in paths}
 
     def stop(self) -> None:
-        """End what still runs."""
         self._is_over.set()
         for command in self.commands:
             command.stop()
@@ -300,7 +298,6 @@ class Soak:
     # What came of it.
 
     def judge(self, ends: dict[int, dict[str, Any]]) -> None:
-        """Add to the problems what is not as it should be."""
         self._judge_values(ends)
         self._judge_what_is_left(ends)
         self._judge_output()
@@ -424,7 +421,6 @@ def errors_in(lines: list[str]) -> list[str]:
 
 
 def results_of(soak: Soak, arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """Return what is written as JSON."""
     return {
         "command": command_of(arguments),
         "version": gossipdp.__version__,
@@ -448,7 +444,6 @@ def results_of(soak: Soak, arguments: argparse.Namespace, seconds: float) -> dic
 
 
 def command_of(arguments: argparse.Namespace) -> str:
-    """Return the command that runs the same again."""
     words = ["python", SCRIPT, "--minutes", f"{arguments.minutes:g}"]
     words += ["--workers", str(arguments.workers), "--seed", str(arguments.seed)]
     return shlex.join(words)

@@ -134,7 +134,6 @@ class Place:
         return saved_steps(self.saved, rank)
 
     def newest(self, rank: int) -> Path:
-        """Return a worker's newest checkpoint."""
         return file_path(self.saved, rank, self.steps(rank)[0])
 
     def assert_average_is_of(

@@ -61,11 +61,9 @@ class Worker:
         time.sleep(pause_s)
 
     def note(self, event: str) -> None:
-        """Note the time at which it was seen first."""
         self.seen.setdefault(event, time.monotonic())
 
     def train(self, seconds: float) -> None:
-        """Train until so long after this worker began."""
         while time.monotonic() < self.began_s + seconds:
             self.step()
 

@@ -76,7 +76,6 @@ def test_a_first_run_in_a_kernel():
 
 @pytest.fixture
 def kernel(tmp_path: Path) -> Iterator[KernelManager]:
-    """Start a kernel in a directory of its own."""
     manager = KernelManager(kernel_name="python3")
     manager.start_kernel(cwd=str(tmp_path))
     yield manager

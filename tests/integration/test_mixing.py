@@ -43,7 +43,6 @@ class Mixed:
 
 
 def start_vector(rank: int) -> torch.Tensor:
-    """Return the standard normal vector with which a worker begins."""
     return torch.randn(NUM_FLOATS, generator=torch.Generator().manual_seed(rank))
 
 

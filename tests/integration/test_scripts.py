@@ -29,7 +29,6 @@ def run(
 
 
 def first_script(page: str) -> str:
-    """Return the first Python of a page."""
     return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)[0]
 
 

@@ -58,7 +58,6 @@ def test_one_address_shows_the_whole_job_and_the_others_the_death_of_its_worker(
         )
 
     def look() -> None:
-        """Kill worker 0 once all are there; let the others end once they show that."""
         now_s, address = time.monotonic(), tmp_path / "address"
         if not boards:
             boards.extend([StatusBoard([address.read_text()])] if address.exists() else [])

@@ -52,7 +52,6 @@ def train_while_keys_are_renewed() -> tuple[list[bool], int, int, int, list[Any]
 
 
 def are_secured(model: GossipDataParallel) -> list[bool]:
-    """Return whether each link that is up is secured."""
     links = list(model._worker._loop.transport.links.values())
     return [isinstance(link.stream, TlsStream) and link.stream.is_secured for link in links]
 

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import PurePosixPath
 from random import Random
 
@@ -57,12 +57,10 @@ class Fault:
 
     @property
     def package(self) -> str:
-        """Return the package, or the name of a module that is in none."""
         parts = PurePosixPath(self.file).parts
         return parts[1] if len(parts) > 2 else PurePosixPath(self.file).stem
 
     def apply(self, text: str) -> str:
-        """Return the file's text with the fault."""
         return text[: self.span[0]] + self.new + text[self.span[1] :]
 
     def changed(self, text: str) -> tuple[list[str], list[str]]:
@@ -85,7 +83,6 @@ class Fault:
         return "\n".join(difflib.unified_diff(before, after, self.file, self.file, "", "", 2, ""))
 
     def compiles(self, text: str) -> bool:
-        """Return whether the edited text compiles, and to something else."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -239,19 +236,14 @@ class _Finder(ast.NodeVisitor):
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self._visit_all(node.body)
 
-    def visit_Assert(self, node: ast.Assert) -> None:
-        pass
+    def visit_Assert(self, node: ast.Assert | ast.JoinedStr) -> None: ...
 
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        pass
+    visit_JoinedStr = visit_Assert
 
-    def visit_Raise(self, node: ast.Raise) -> None:
+    def visit_Raise(self, node: ast.Raise | ast.Continue | ast.Break | ast.Delete) -> None:
         self._replace("dropped statement", node, "pass")
 
-    def visit_Continue(self, node: ast.Continue | ast.Break | ast.Delete) -> None:
-        self._replace("dropped statement", node, "pass")
-
-    visit_Break = visit_Delete = visit_Continue
+    visit_Continue = visit_Break = visit_Delete = visit_Raise
 
     def visit_Return(self, node: ast.Return) -> None:
         if self._functions[-1].body[-1] is not node:
@@ -271,12 +263,8 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        targets = [
-            each
-            for target in node.targets
-            for each in (target.elts if isinstance(target, ast.Tuple) else [target])
-        ]
-        self._assigned(node, targets)
+        targets = [getattr(target, "elts", [target]) for target in node.targets]
+        self._assigned(node, list(chain.from_iterable(targets)))
         if isinstance(node.value, ast.Tuple):
             self._swap(node.value.elts)
         self.visit(node.value)
@@ -304,17 +292,14 @@ class _Finder(ast.NodeVisitor):
     def visit_If(self, node: ast.If) -> None:
         if "TYPE_CHECKING" in self._source(node.test):
             self._visit_all(node.orelse)
-            return
+        else:
+            self.visit_While(node)
+
+    def visit_While(self, node: ast.If | ast.While | ast.IfExp) -> None:
         self._condition(node.test)
         self.generic_visit(node)
 
-    def visit_While(self, node: ast.While) -> None:
-        self._condition(node.test)
-        self.generic_visit(node)
-
-    def visit_IfExp(self, node: ast.IfExp) -> None:
-        self._condition(node.test)
-        self.generic_visit(node)
+    visit_IfExp = visit_While
 
     def visit_comprehension(self, node: ast.comprehension) -> None:
         for each in node.ifs:

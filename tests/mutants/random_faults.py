@@ -68,7 +68,6 @@ class Equivalent:
     after: str = ""
 
     def is_of(self, fault: Fault, text: str) -> bool:
-        """Return whether it is this fault."""
         if fault.file != self.path or self.after not in ("", fault.line_before(text)):
             return False
         removed, added = fault.changed(text)
@@ -90,12 +89,10 @@ class Outcome:
 
     @property
     def place(self) -> str:
-        """Return file and line."""
         return f"{self.fault.file}:{self.fault.lines[0]}"
 
 
 def load_equivalents(path: Path = EQUIVALENT) -> list[Equivalent]:
-    """Return the faults that are judged equivalent."""
     return [
         Equivalent(**each | {"old": tuple(each["old"]), "new": tuple(each["new"])})
         for each in tomllib.loads(path.read_text()).get("fault", [])

@@ -48,12 +48,10 @@ class Reaching:
 
     @property
     def file(self) -> str:
-        """Return the file of the test."""
         return self.name.partition("::")[0]
 
     @property
     def num_lines(self) -> int:
-        """Return how many lines it reaches."""
         return sum(bits.bit_count() for bits in self.lines.values())
 
 
@@ -67,7 +65,6 @@ class Recorder:
         self._skipped: set[str] = set()
 
     def pytest_configure(self) -> None:
-        """Begin."""
         import coverage
 
         self._source = Path.cwd() / SOURCE
@@ -92,7 +89,6 @@ class Recorder:
             self._coverage.stop()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note how long a test took, and whether it passed."""
         self._seconds[report.nodeid] += report.duration
         if report.failed:
             self._failed.add(report.nodeid)
@@ -100,7 +96,6 @@ class Recorder:
             self._skipped.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        """Write the tests of this process."""
         data = self._coverage.get_data()
         names = self._seconds.keys() - self._skipped
         lines: dict[str, dict[str, int]] = {name: defaultdict(int) for name in sorted(names)}
@@ -172,21 +167,15 @@ class Record:
         return sorted(found, key=lambda test: _distance(test, fault))
 
     def known_of(self, files: Sequence[str]) -> list[str]:
-        """Return the names of all tests of these files."""
         return [test.name for test in self._tests if test.file in files]
 
     def _body_bits(self, file: str) -> int:
-        """Return the lines within functions."""
         if file not in self._bodies:
-            functions = (
-                node
-                for node in ast.walk(ast.parse((ROOT / SOURCE / file).read_text()))
-                if isinstance(node, ast.FunctionDef)
-            )
-            bits = 0
-            for each in functions:
-                bits |= _bits(each.body[0].lineno, each.end_lineno or each.lineno)
-            self._bodies[file] = bits
+            self._bodies[file] = 0
+            for node in ast.walk(ast.parse((ROOT / SOURCE / file).read_text())):
+                if isinstance(node, ast.FunctionDef):
+                    last = node.end_lineno or node.lineno
+                    self._bodies[file] |= _bits(node.body[0].lineno, last)
         return self._bodies[file]
 
 
@@ -217,10 +206,8 @@ def record(files: Sequence[str], jobs: int) -> Record:
     """Return what the tests of these files reach; record what is not recorded yet."""
     source = _digest(*sorted((ROOT / SOURCE / "gossipdp").rglob("*.py")))
     kept: dict[str, Any] = {"source": source, "files": {}}
-    if RECORD.exists():
-        last = json.loads(RECORD.read_text())
-        if last["source"] == source:
-            kept = last
+    if RECORD.exists() and (last := json.loads(RECORD.read_text()))["source"] == source:
+        kept = last
     digests = {file: _digest(ROOT / file) for file in files}
     new = [file for file in files if kept["files"].get(file, {}).get("digest") != digests[file]]
     if new:

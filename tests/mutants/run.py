@@ -64,8 +64,7 @@ class Mutant:
         if not path.is_file():
             return f"there is no {SOURCE / self.file}"
         text = path.read_text()
-        if text.count(self.old) != 1:
-            count = text.count(self.old)
+        if (count := text.count(self.old)) != 1:
             return f"its old text occurs {count} times in {SOURCE / self.file}, not once"
         if self.old == self.new:
             return "it changes nothing"
@@ -98,12 +97,10 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Return whether the tests noticed."""
         return self.verdict.startswith("killed")
 
 
 def load() -> list[Mutant]:
-    """Return the catalogue, in the order of its files."""
     mutants: list[Mutant] = []
     for path in sorted(set(HERE.glob("*.toml")) - {EQUIVALENT}):
         for name, entry in tomllib.loads(path.read_text()).items():

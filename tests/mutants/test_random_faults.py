@@ -98,17 +98,11 @@ def made_of(text: str) -> dict[tuple[str, str], str]:
     return {(old, new): fault.kind for (old, new), fault in zip(changed, faults, strict=True)}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES + BLOCKS)
 def test_a_line_becomes_another(case):
     old, new, kind = case.split(" | ")
-    text = f"def function(x, y, z):\n    if z:\n        {old}\n    return 'é'\n"
-    assert made_of(text)[old, new] == kind
-
-
-@pytest.mark.parametrize("case", BLOCKS)
-def test_a_block_becomes_another(case):
-    old, new, kind = case.split(" | ")
-    assert made_of(BLOCK)[old, new] == kind
+    line = f"def function(x, y, z):\n    if z:\n        {old}\n    return 'é'\n"
+    assert made_of(BLOCK if case in BLOCKS else line)[old, new] == kind
 
 
 def test_every_kind_is_among_these_cases():
@@ -188,19 +182,15 @@ def test_a_line_at_the_top_of_a_file_is_tried_by_all_who_call_into_the_file():
 
 def test_a_compiled_loop_is_tried_by_those_who_load_it():
     file = "gossipdp/dynamics/update_loops.py"
-    caller = replace(
-        reaching("unit/gossip/test_b.py::test_b"),
-        lines={"gossipdp/dynamics/machine_code.py": (1 << 184) - 1},
-    )
+    lines = {"gossipdp/dynamics/machine_code.py": (1 << 184) - 1}
+    caller = replace(reaching("unit/gossip/test_b.py::test_b"), lines=lines)
     fault = next(fault for fault in faults_of(file, TEXTS[file]) if fault.is_in_function)
     assert Record([caller, reaching("unit/x/test_a.py::test_a")]).tests_for(fault) == [caller]
 
 
 def test_tests_that_take_too_long_are_left_out():
-    tests = [
-        reaching(f"unit/test_{name}.py::test", seconds=seconds)
-        for name, seconds in (("a", 4.0), ("b", 9.0), ("c", 3.0), ("d", 3.0))
-    ]
+    times_s = {"a": 4.0, "b": 9.0, "c": 3.0, "d": 3.0}
+    tests = [reaching(f"unit/test_{name}.py::test", seconds=s) for name, s in times_s.items()]
     assert within(tests, 8.5) == [tests[0], tests[2]]
     assert within(tests[1:2], 1.0) == tests[1:2]
 
@@ -231,14 +221,17 @@ def test_a_fault_that_is_judged_equivalent_does_not_run(monkeypatch):
     assert random_faults.run(2, AT_TOP, TEXT, tests, seconds=1.0).verdict == random_faults.UNREACHED
 
 
-def test_equivalent_faults_and_unreached_ones_in_the_score(capsys):
+def outcomes_of(*verdicts: str) -> list[random_faults.Outcome]:
     fault = Fault(FILE, "sign", (0, 0), "", (1, 1), True)
-    verdicts = ["KILLED", "KILLED", "LATE", "SURVIVED", "CUT", "UNREACHED", "EXEMPT", "EXEMPT"]
-    outcomes = [
+    return [
         random_faults.Outcome(number, fault, "diff", getattr(random_faults, verdict))
-        for number, verdict in enumerate(verdicts)
+        for number, verdict in enumerate(verdicts, start=1)
     ]
-    random_faults.show(outcomes, 1.0)
+
+
+def test_equivalent_faults_and_unreached_ones_in_the_score(capsys):
+    verdicts = ["KILLED", "KILLED", "LATE", "SURVIVED", "CUT", "UNREACHED", "EXEMPT", "EXEMPT"]
+    random_faults.show(outcomes_of(*verdicts), 1.0)
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("dynamics"))
     assert row.split() == ["dynamics", "3", "6", "50.0%", "1", "1", "2"]
 
@@ -249,12 +242,7 @@ def test_what_only_one_file_of_tests_kills(tmp_path, capsys):
     (tmp_path / "found.json").write_text(json.dumps({"faults": rows}))
     killers = random_faults.read_killers(tmp_path / "found.json")
     assert killers == {1: "tests/a.py", 2: "tests/a.py", 3: "tests/b.py"}
-    fault = Fault(FILE, "sign", (0, 0), "", (1, 1), True)
-    verdicts = {1: random_faults.KILLED, 2: random_faults.UNREACHED, 3: random_faults.LATE}
-    random_faults.show_killers(
-        [random_faults.Outcome(each, fault, "", verdict) for each, verdict in verdicts.items()],
-        killers,
-    )
+    random_faults.show_killers(outcomes_of("KILLED", "UNREACHED", "LATE"), killers)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[-2:] == [["2", "1", "tests/a.py"], ["1", "0", "tests/b.py"]]
 

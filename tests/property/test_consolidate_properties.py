@@ -89,7 +89,6 @@ class Ending(FaultyNetwork):
             self.engine.at(self.draw_s(), partial(self.end_training, worker))
 
     def draw_s(self) -> float:
-        """Draw how long something takes."""
         return float(10 ** self.random.uniform(-5.0, -1.5))
 
     def latency_s(self, sender: int, receiver: int) -> float:

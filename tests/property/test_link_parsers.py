@@ -20,7 +20,6 @@ TAG = frames.run_tag("run")
 
 
 def pair() -> tuple[Handshake, Handshake]:
-    """Return a dialler and an acceptor."""
     return (
         Handshake(targets.identity(0), targets.SECRET, dialler=True, wanted_rank=1),
         Handshake(targets.identity(1), targets.SECRET, dialler=False),

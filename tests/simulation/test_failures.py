@@ -69,7 +69,6 @@ def check_agreement(network: FaultyNetwork) -> None:
 
 
 def check_end(network: FaultyNetwork) -> None:
-    """All that live are done, and leave."""
     survivors = set(running(network))
     for rank in survivors:
         network.done(rank)

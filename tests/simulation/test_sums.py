@@ -80,7 +80,6 @@ class Sums(FaultyNetwork):
         return torch.stack([self.rows.inputs(rank) for rank in sorted(ranks)]).mean(dim=0)
 
     def asks(self, rank: int, within_s: float = LONGEST_END_S) -> Any:
-        """Have ``rank`` ask for the average, and wait for it."""
         asked = self.average(rank)
         until = self.engine.now + within_s
         while not asked.done() and self.engine.now < until:

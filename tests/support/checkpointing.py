@@ -55,7 +55,6 @@ class WhenTold(AtOnce):
         return self.open[-1][1]
 
     def finish(self) -> None:
-        """Write what is open."""
         while self.open:
             write, written = self.open.pop(0)
             written.set_result(write(lambda: None))

@@ -84,7 +84,6 @@ def run(worker: WorkerProtocol, start: float, end: float, talking: Sequence[int]
 
 
 def ask(peer: int, counter: int = 1) -> Envelope:
-    """Propose an exchange, as ``peer`` does."""
     return Envelope(Propose(ExchangeId(peer, 0, counter), 0.6))
 
 

@@ -33,7 +33,6 @@ EPOCHS = 8
 
 
 def run_example(name: str, wrapper: str | None) -> dict[str, Any]:
-    """Return one worker's outcome."""
     path = EXAMPLES / f"{name}.py"
     text = path.read_text()
     shorter = text.replace("20 * 1437", f"{EPOCHS} * 1437").replace("range(20)", f"range({EPOCHS})")
@@ -49,7 +48,6 @@ def run_example(name: str, wrapper: str | None) -> dict[str, Any]:
 
 
 def digest(module: Any) -> str:
-    """Return a digest of every bit of a module's parameters and buffers."""
     hashed = hashlib.sha256()
     for value in module.state_dict().values():
         hashed.update(value.detach().contiguous().numpy().tobytes())
@@ -177,7 +175,6 @@ def forget_the_single_process() -> list[str]:
 
 
 def main(results: Path) -> None:
-    """Run all, one after another."""
     start_fork_server(also=FRAMEWORKS)
     outcomes: dict[str, Any] = {}
 

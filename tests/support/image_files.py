@@ -50,7 +50,6 @@ def fashion_mnist_arrays(num_train: int, num_test: int) -> dict[str, NDArray[np.
 
 
 def idx(array: NDArray[np.uint8]) -> bytes:
-    """Return a file in the IDX format that holds these bytes."""
     header = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
     return header + array.tobytes()
 
@@ -58,7 +57,6 @@ def idx(array: NDArray[np.uint8]) -> bytes:
 def write_fashion_mnist(
     folder: Path, num_train: int = 8, num_test: int = 8, suffix: str = ".gz"
 ) -> None:
-    """Write the four files, compressed or not."""
     for name, array in fashion_mnist_arrays(num_train, num_test).items():
         content = gzip.compress(idx(array)) if suffix == ".gz" else idx(array)
         (folder / f"{name}{suffix}").write_bytes(content)

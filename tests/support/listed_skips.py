@@ -20,7 +20,6 @@ class ListedSkips:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)  # sees what the marks have made of the report
     def pytest_runtest_makereport(self) -> Iterator[Any]:
-        """Look at each report of a test."""
         return self._checked((yield))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)

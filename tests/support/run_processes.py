@@ -72,7 +72,6 @@ def runs(pid: int) -> bool:
 
 
 def wait_until_gone(pids: Collection[int]) -> None:
-    """Wait until none of these processes runs."""
     wait_until(lambda: not any(runs(pid) for pid in pids), f"none of {sorted(pids)} runs any more")
 
 
@@ -113,7 +112,6 @@ class RunCommand:
         wait_until(holds, self.output.read_text)
 
     def stop(self) -> None:
-        """End it, if it runs."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             self.process.wait(LONGEST_S)

@@ -117,7 +117,6 @@ class Seen:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def at_the_end(self, model: GossipDataParallel, net: nn.Module) -> Self:
-        """Consolidate, and note what came of it."""
         end = model.consolidate()
         self.samples, self.num_averaged, self.values = end.samples, end.world_size, values(net)
         return self
@@ -335,7 +334,6 @@ def until_asked(directory: Path) -> None:
 
 
 def all_train(directory: Path) -> bool:
-    """Return whether all processes of :func:`until_asked` do."""
     return len(list(directory.glob("[01].[01]"))) == 4
 
 

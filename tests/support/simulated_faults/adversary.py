@@ -67,7 +67,6 @@ class Adversary:
 
 
 def draw_adversary(seed: int) -> Adversary:
-    """Draw the schedule of a seed."""
     random = Random(f"{seed} adversary")
     return Adversary(
         seed,

@@ -220,7 +220,6 @@ class Invariants:
         return None
 
     def check_end(self, averaged: AveragedRows) -> None:
-        """All that live have consolidated."""
         network, live = self._network, sorted(self._network.left)
         self._ledger.check_sum(network.engine.now)
         for rank in live:

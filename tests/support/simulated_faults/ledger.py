@@ -135,7 +135,6 @@ class Ledger(FaultyPayload):
             )
 
     def check_sum(self, now_s: float) -> None:
-        """Check that the sum of x + c/2 over all rows is where it must be."""
         total = self.torn.copy()
         for account in self._accounts.values():
             total += account.change

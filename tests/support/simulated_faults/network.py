@@ -95,12 +95,10 @@ class FaultyNetwork(VirtualNetwork):
         )
 
     def running(self, rank: int) -> ExchangeId | None:
-        """Return the exchange that ``rank`` is in."""
         running = self._running.get(rank)
         return None if running is None else running.id
 
     def lives(self, worker: WorkerProtocol) -> bool:
-        """Return whether the process of ``worker`` is still there."""
         return self.workers.get(worker.rank) is worker and worker.rank not in self.crashed
 
     def done(self, rank: int, wait_s: float = math.inf) -> None:
@@ -446,7 +444,6 @@ class FaultyNetwork(VirtualNetwork):
             self.perform(rank, worker.peer_unreachable(peer, now))
 
     def _is_apart(self, first: int, second: int) -> bool:
-        """Return whether nothing passes between two ranks."""
         if self.engine.now >= self._heals_at:
             return False
         sides = self._sides
@@ -518,7 +515,6 @@ class FaultyNetwork(VirtualNetwork):
         return ends[rank]
 
     def send_chunk(self, wire: Wire, rank: int, peer: int, frame: Frame) -> None:
-        """Put one chunk of a sum on a wire."""
         if self._chunk_s is not None:
             queue = self._queues.setdefault((wire, rank), deque())
             queue.append(frame)

@@ -194,7 +194,6 @@ class _Run:
         network.join(worker)
 
     def _make_worker(self, rank: int, incarnation: int, *, is_joining: bool) -> WorkerProtocol:
-        """Make a new process."""
         schedule = self.schedule
         process_id = self.random.getrandbits(48)
         status = Status.JOINING if is_joining else Status.ALIVE
