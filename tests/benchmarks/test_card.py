@@ -27,12 +27,10 @@ def test_each_part_measures_and_shows(part):
 def test_the_page_shows_the_measured_figures():
     found = json.loads((ROOT / "benchmarks/results/card.json").read_text())["result"]
     page = (ROOT / "docs/performance.md").read_text().partition("## On a GPU")[2]
-    rows = {
-        (row["model"], row["workers"], row["how"]): row["runs"] for row in found["training"]["rows"]
-    }
-    shown = [
-        line.split("|")[2:-1] for line in page.partition("## ")[0].splitlines()[9:] if "|" in line
-    ]
+    trained = found["training"]["rows"]
+    rows = {(row["model"], row["workers"], row["how"]): row["runs"] for row in trained}
+    lines = page.partition("## ")[0].splitlines()[9:]
+    shown = [line.split("|")[2:-1] for line in lines if "|" in line]
     expected = []
     for (model, num_workers, how), runs in rows.items():
         if how != "none":

@@ -61,20 +61,13 @@ def test_paired_differences_are_over_seeds_that_both_have(theirs, expected):
     assert paired_difference(ours, [*others, run_of(0.2, 0, 9.0)]) == expected
 
 
-def run_of(
-    rate: float, seed: int, loss: float | None, row: str = "gossip, H = 8"
-) -> dict[str, object]:
-    return {
-        "row": row,
-        "data": "common",
-        "workers": 2,
-        "steps": 10,
-        "learning_rate": rate,
-        "seed": seed,
-        "loss": loss,
-        "models_per_step": 1.0,
-        "gradient_steps": 15,
-    }
+Figures = dict[str, object]
+ALIKE: Figures = {"data": "common", "workers": 2, "steps": 10, "gradient_steps": 15}
+
+
+def run_of(rate: float, seed: int, loss: float | None, row: str = "gossip, H = 8") -> Figures:
+    own = {"row": row, "learning_rate": rate, "seed": seed, "loss": loss, "models_per_step": 1.0}
+    return ALIKE | own
 
 
 def test_runs_are_kept_and_compared_over_the_seeds_that_both_rows_have(tmp_path):

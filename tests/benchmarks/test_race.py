@@ -52,9 +52,8 @@ def result(samples: int = 100_000, loss: float | None = 2.7, num_kills: int = 0)
 
 
 def run_of(row: str, condition: str = "calm", **figures: float) -> Run:
-    settings = replace_settings(row=row, condition=condition)
-    if row == "ddp":
-        settings = replace_settings(row=row, condition=condition, checkpoint_steps=25)
+    steps = 25 if row == "ddp" else SETTINGS.checkpoint_steps
+    settings = replace_settings(row=row, condition=condition, checkpoint_steps=steps)
     return Run(settings, result(**figures), PROVENANCE)  # type: ignore[arg-type]
 
 
@@ -170,11 +169,8 @@ def test_without_waits_a_core_is_starved_and_kills_come_by_a_poisson_clock(monke
     assert 1e6 <= num_parameters(first.task) < 1.1e6
     monkeypatch.setattr(race_script, "has_quotas", lambda: False)
     signalled = FaultPlan.parse(benchmark.settings("ddp", "starved", 1).faults).clauses
-    slow = [
-        (each.factor, each.rank, each.time_s, each.for_s)
-        for each in signalled
-        if each not in clauses
-    ]
+    new = [each for each in signalled if each not in clauses]
+    slow = [(each.factor, each.rank, each.time_s, each.for_s) for each in new]
     assert slow[:3] == [(2.0, 1, 30.0, 30.0), (4.0, 1, 60.0, 30.0), (2.0, 1, 120.0, 30.0)]
 
 
@@ -222,12 +218,15 @@ class FakeJob:
     def life(self, rank: int) -> FakeProcess:
         return next(each for each in reversed(self.started) if each.name[0] == rank)
 
-    def all_train(self) -> None:
-        self.training |= {each.name for each in self.started}
-
     def step(self, after_s: float = 0.0) -> bool:
         self.now_s += after_s
         return self.job.step()
+
+    def all_train(self) -> None:
+        """Start, and train in all that have started."""
+        self.step()
+        self.training |= {each.name for each in self.started}
+        self.step()
 
     @property
     def names(self) -> list[tuple[int, int]]:
@@ -236,10 +235,8 @@ class FakeJob:
 
 def test_a_death_ends_the_whole_job_which_starts_again():
     fake = FakeJob("kill 1 at 10s", whole=True)
-    fake.step()
-    assert fake.names == [(0, 0), (1, 0), (2, 0)]
     fake.all_train()
-    fake.step()
+    assert fake.names == [(0, 0), (1, 0), (2, 0)]
     fake.step(after_s=10.0)
     assert fake.life(1).ending is not None
     fake.step()  # it is reaped, and the others are killed
@@ -254,19 +251,15 @@ def test_a_death_ends_the_whole_job_which_starts_again():
 
 def test_a_replica_is_started_again_alone():
     fake = FakeJob("kill 1 at 10s", whole=False)
-    fake.step()
     fake.all_train()
-    fake.step()
-    fake.step(after_s=10.0)
-    fake.step()
-    fake.step(after_s=RESTART_DELAY_S)
+    for after_s in (10.0, 0.0, RESTART_DELAY_S):
+        fake.step(after_s)
     assert fake.names[3:] == [(1, 1)]
     assert fake.life(0).ending is None
 
 
 def test_at_the_end_nobody_is_started_again():
     fake = FakeJob("kill 1 at 10s", whole=True)
-    fake.step()
     fake.all_train()
     fake.life(0).ending = Ending()
     fake.step()
@@ -362,8 +355,7 @@ def test_a_row_goes_on_from_its_newest_checkpoint(tmp_path):
     assert (again.steps, again.value()) == (4, values[3])  # 3 steps, in whole periods
     again.take_step()
     assert again.value() == values[4]  # with its momentum
-    newest = newest_checkpoint(tmp_path)
-    assert newest is not None
+    assert (newest := newest_checkpoint(tmp_path)) is not None
     assert torch.load(newest, weights_only=True)["batches"] == 4
 
 
@@ -376,8 +368,7 @@ def test_a_shelf_gets_only_models_that_are_whole(tmp_path, monkeypatch):
         row.take_step()
         life.stepped(before, now_s)
         assert shelf.is_made  # from the first step on, in the middle of a period too
-    found = shelf.look()
-    assert found is not None
+    assert (found := shelf.look()) is not None
     header, values = found
     assert (header["samples"], header["at_s"]) == (4 * BATCH_SIZE, 105.1)
     assert (header["first_step_s"], header["imported_s"]) == (4.0, 3.0)
@@ -386,8 +377,7 @@ def test_a_shelf_gets_only_models_that_are_whole(tmp_path, monkeypatch):
     row.take_step()
     life.stepped(4, 106.0)  # in the middle of a period
     life.end(106.0)
-    found = shelf.look()
-    assert found is not None
+    assert (found := shelf.look()) is not None
     assert found[0]["at_s"] == 105.1
 
 
@@ -408,9 +398,8 @@ def test_ratios_are_those_of_a_round_and_the_picture_says_who_wins(tmp_path):
     assert ours_over("loss", rival, [], ours) == pytest.approx(0.8)
     assert math.isnan(ours_over("loss", rival, [], ours[1:]))
     runs = {"gossipdp": ours, "ddp": [rival]}
-    assert conclusion("calm", runs) == (
-        "Nothing happens: gossipdp ends lowest, 12.0% below DDP, float32"
-    ).replace("DDP, float32", "DDP,\nfloat32")
+    said = "Nothing happens: gossipdp ends lowest, 12.0% below DDP,\nfloat32"
+    assert conclusion("calm", runs) == said
     (line,) = [row for row in table("", runs, {}).rows if row[0].startswith("DDP")]
     assert line[2:4] == ("100", "2.00")
     draw(tmp_path / "race.png", {"calm": runs, "kills10": runs})
