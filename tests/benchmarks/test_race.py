@@ -355,7 +355,8 @@ def test_a_row_goes_on_from_its_newest_checkpoint(tmp_path):
     assert (again.steps, again.value()) == (4, values[3])  # 3 steps, in whole periods
     again.take_step()
     assert again.value() == values[4]  # with its momentum
-    assert (newest := newest_checkpoint(tmp_path)) is not None
+    newest = newest_checkpoint(tmp_path)
+    assert newest is not None
     assert torch.load(newest, weights_only=True)["batches"] == 4
 
 
@@ -368,7 +369,8 @@ def test_a_shelf_gets_only_models_that_are_whole(tmp_path, monkeypatch):
         row.take_step()
         life.stepped(before, now_s)
         assert shelf.is_made  # from the first step on, in the middle of a period too
-    assert (found := shelf.look()) is not None
+    found = shelf.look()
+    assert found is not None
     header, values = found
     assert (header["samples"], header["at_s"]) == (4 * BATCH_SIZE, 105.1)
     assert (header["first_step_s"], header["imported_s"]) == (4.0, 3.0)
@@ -377,7 +379,8 @@ def test_a_shelf_gets_only_models_that_are_whole(tmp_path, monkeypatch):
     row.take_step()
     life.stepped(4, 106.0)  # in the middle of a period
     life.end(106.0)
-    assert (found := shelf.look()) is not None
+    found = shelf.look()
+    assert found is not None
     assert found[0]["at_s"] == 105.1
 
 
