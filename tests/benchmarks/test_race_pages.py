@@ -15,13 +15,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def result(name: str) -> dict[str, Any]:
-    path = ROOT / "benchmarks/results" / f"{name}.json"
-    found: dict[str, Any] = json.loads(path.read_text())["result"]
-    return found
+    return json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text())["result"]
 
 
 RACE, MORE = result("race"), result("race_more")
-ROWS = ("gossipdp", "ddp", "ddp_torchft", "local_sgd_torchft@16", "diloco_torchft@16")
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -73,8 +70,12 @@ def kept(found: dict[str, Any], condition: str, *rows: str) -> str:
     return listed([f"{found[condition][row]['samples'] / 1e3:.0f}" for row in rows])
 
 
+def words_of(page: str) -> str:
+    return " ".join((ROOT / page).read_text().split())
+
+
 def test_the_race_page_s_sentences_are_those_of_the_results():
-    text = " ".join((ROOT / "docs/race.md").read_text().split())
+    text = words_of("docs/race.md")
     own, spares, both = result("race_own"), result("race_spares"), ("local_sgd@16", "diloco@16")
     most = max(own[name][row]["samples"] for name in own if name != "calm" for row in both)
     assert (
@@ -82,44 +83,26 @@ def test_the_race_page_s_sentences_are_those_of_the_results():
         f"faults; Decent-DP {kept(own, 'calm', 'decent_dp')}, and "
         f"{kept(own, 'moving', 'decent_dp')} where the slow worker changes (one run"
     ) in text
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    with_spare = [kept(spares, name, "local_sgd_torchft@16") for name in spares]
-    assert f"With the same spare, torchft's LocalSGD keeps {' and '.join(with_spare)}" in readme
-    assert rarer_deaths() in text
-    assert coarser_and_finer() in text
-    assert eight_workers() in text
-
-
-def rarer_deaths() -> str:
-    shares = [
-        listed([f"{RACE[f'kills{s}'][row]['share_of_calm']:.0%}" for s in (10, 30, 120)])
-        for row in ("gossipdp", "local_sgd_torchft@16", "ddp")
-    ]
-    return (
-        f"gossipdp keeps {shares[0]} of its calm, torchft's LocalSGD {shares[1]}, DDP {shares[2]}."
-    )
-
-
-def coarser_and_finer() -> str:
+    with_spare = " and ".join(kept(spares, name, "local_sgd_torchft@16") for name in spares)
+    said = f"With the same spare, torchft's LocalSGD keeps {with_spare}"
+    assert said in words_of("README.md")
     rows = ("local_sgd_torchft@4", "diloco_torchft@4")
-    own = result("race_own")
     losses = listed([f"{own['calm'][row]['loss']:.3f}" for row in rows])
-    return (
+    assert (
         f"and DiLoCo kept {kept(own, 'calm', *rows)} thousand samples in the calm, with "
         f"losses of {losses} (one run)"
-    )
+    ) in text
 
 
-def eight_workers() -> str:
+def test_the_race_page_s_sentences_on_rarer_deaths_and_on_eight_workers_are_those_of_the_results():
+    text, rows = words_of("docs/race.md"), ("gossipdp", "local_sgd_torchft@16", "ddp")
+    kills = [[RACE[f"kills{s}"][row]["share_of_calm"] for s in (10, 30, 120)] for row in rows]
+    ours, local_sgd, ddp = (listed([f"{share:.0%}" for share in each]) for each in kills)
+    assert f"gossipdp keeps {ours} of its calm, torchft's LocalSGD {local_sgd}, DDP {ddp}." in text
     eight = result("race_8")
-    samples = [
-        listed([f"{eight[name][row]['samples'] / 1e3:.0f}" for name in SUMMARY])
-        for row in ("gossipdp", "local_sgd_torchft@16", "ddp")
-    ]
-    return (
-        f"gossipdp kept {samples[0]} thousand samples, torchft's LocalSGD {samples[1]}, DDP "
-        f"{samples[2]}."
-    )
+    ours, local_sgd, ddp = (listed([kept(eight, name, row) for name in SUMMARY]) for row in rows)
+    said = f"gossipdp kept {ours} thousand samples, torchft's LocalSGD {local_sgd}, DDP {ddp}."
+    assert said in text
 
 
 def sent(row: dict[str, Any]) -> float:
@@ -133,43 +116,36 @@ def times_ddp(
     times = [
         figure(found[row]) / figure(found["ddp"])
         for found in results.values()
-        for row in rows
-        if row in found
+        for row in found.keys() & set(rows)
     ]
     return min(times), max(times)
 
 
-def headline_bytes() -> str:
-    shown = {name: RACE[name] for name in SUMMARY}
-    least, most = times_ddp(shown, sent, "gossipdp")
-    least_kept, most_kept = times_ddp(shown, lambda row: float(row["bytes"]), "gossipdp")
-    _, others = times_ddp(shown, sent, *ROWS[3:])
-    return (
-        f"gossipdp sent {least:.1f} to {most:.1f} times DDP's bytes in all ({least_kept:.1f} to "
-        f"{most_kept:.1f} for each sample kept), LocalSGD and DiLoCo at most {others:.2f} times."
-    )
-
-
 def test_the_bytes_are_those_of_the_results():
-    text = " ".join((ROOT / "docs/race.md").read_text().split())
+    text, shown = words_of("docs/race.md"), {name: RACE[name] for name in SUMMARY}
     least, most = times_ddp(MORE, sent, "gossipdp")
     assert f"gossipdp sent {least:.1f} to {most:.1f} times DDP's bytes in all." in text
     of_hooks = kept(MORE, "bad_link", "ddp_bf16", "ddp_powersgd")
     assert f"bfloat16 and PowerSGD, kept {of_hooks} thousand." in text
-    assert headline_bytes() in " ".join((ROOT / "README.md").read_text().split())
+    least, most = times_ddp(shown, sent, "gossipdp")
+    least_kept, most_kept = times_ddp(shown, lambda row: float(row["bytes"]), "gossipdp")
+    _, others = times_ddp(shown, sent, "local_sgd_torchft@16", "diloco_torchft@16")
+    assert (
+        f"gossipdp sent {least:.1f} to {most:.1f} times DDP's bytes in all ({least_kept:.1f} to "
+        f"{most_kept:.1f} for each sample kept), LocalSGD and DiLoCo at most {others:.2f} times."
+    ) in words_of("README.md")
 
 
 def test_the_readme_s_sentence_on_today_s_defaults_is_that_of_the_results():
-    found = result("race_defaults")
-    calm, readme = found["calm"], " ".join((ROOT / "README.md").read_text().split())
+    calm = result("race_defaults")["calm"]
     shares = [sent(calm["gossipdp"]) / sent(calm[rival]) for rival in ("ddp", "ddp_bf16")]
     over = calm["gossipdp"]["loss"] / calm["ddp"]["loss"] - 1
     assert (
         f"it sent {shares[0]:.2f} times DDP's in the calm, {shares[1]:.2f} times those of DDP's "
         f"bf16 hook, and its loss ended {over:.1%} above DDP's"
-    ) in readme
+    ) in words_of("README.md")
 
 
 def test_the_picture_is_that_of_the_results():
-    shown, written = (ROOT / "docs/figures/race.png", ROOT / "benchmarks/results/race.png")
+    shown, written = ROOT / "docs/figures/race.png", ROOT / "benchmarks/results/race.png"
     assert shown.read_bytes() == written.read_bytes()

@@ -1,21 +1,14 @@
 """The documentation's site builds, needs nothing from elsewhere, and leads to every page."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 from build_site import build
 
 ROOT = Path(__file__).parents[2]
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads mkdocs.yml, in which the theme names a function."""
-
-
-_Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
 
 
 def test_every_link_leads_somewhere_and_nothing_comes_from_elsewhere(tmp_path):
@@ -61,17 +54,7 @@ def test_a_link_to_a_page_that_is_not_there_ends_the_build(small, capfd):
 
 
 def test_every_page_is_in_the_navigation():
-    settings = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader=_Loader)
-
-    def pages(entries: list) -> list[str]:
-        found: list[str] = []
-        for entry in entries:
-            for value in entry.values():
-                found += [value] if isinstance(value, str) else pages(value)
-        return found
-
-    docs = ROOT / "docs"
-    there = {str(path.relative_to(docs)) for path in docs.rglob("*.md")}
-    listed = pages(settings["nav"])
-    assert len(listed) == len(set(listed))
-    assert set(listed) == there, "the navigation is in mkdocs.yml"
+    docs, settings = ROOT / "docs", (ROOT / "mkdocs.yml").read_text()
+    listed = re.findall(r"^ +- .*: (\S+\.md)$", settings, re.M)
+    there = [str(path.relative_to(docs)) for path in docs.rglob("*.md")]
+    assert sorted(listed) == sorted(there), "the navigation is in mkdocs.yml"

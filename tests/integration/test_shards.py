@@ -55,15 +55,11 @@ def test_replicas_are_the_workers_of_the_run(one_mesh):
     assert (all_seen[0].steps + all_seen[2].steps) * 2 * BATCH == all_seen[0].samples
 
 
-def test_the_average_is_there_for_a_while(one_mesh):
-    for _, _, seen, _ in one_mesh:
+def test_the_average_is_there_for_a_while_and_is_the_mean_of_the_replicas(one_mesh):
+    for *_, seen, more in one_mesh:
         assert seen.facts["average differs"]
         assert seen.facts["forward is of the average"]
         assert seen.facts["own are back"]
-
-
-def test_the_average_is_the_mean_of_the_replicas(one_mesh):
-    for *_, more in one_mesh:
         assert (more["own"] - more["mean"]).norm() > 0.01
         torch.testing.assert_close(more["averaged"], more["mean"])
         torch.testing.assert_close(more["averaged file"], more["mean"])
