@@ -369,14 +369,13 @@ class Soak:
         return found
 
     def _judge_what_is_left(self, ends: dict[int, dict[str, Any]]) -> None:
-        for rank, end in ends.items():
-            if end["threads_left"]:
-                self.problems.append(f"threads of worker {rank} are left: {end['threads_left']}")
-            if end["descriptors_left"]:
-                left = end["descriptors_left"]
-                self.problems.append(f"descriptors of worker {rank} are left: {left}")
-        processes = [pid for pid in self.seen if runs(pid)]
-        if processes:
+        self.problems += [
+            f"{what} of worker {rank} are left: {left}"
+            for rank, end in ends.items()
+            for what in ("threads", "descriptors")
+            if (left := end[f"{what}_left"])
+        ]
+        if processes := [pid for pid in self.seen if runs(pid)]:
             self.problems.append(f"processes are left: {processes}")
         own = [f"{pid}" for _, pid in self.lives]
         shared = [path.name for path in Path("/dev/shm").iterdir()]
@@ -388,17 +387,14 @@ class Soak:
         files += [str(path) for path in (self.files / "checkpoints").rglob("*.tmp*")]
         if files:
             self.problems.append(f"files are left: {files}")
-        asked = self.counts["averages"]
         made = len(list(self.files.glob("averaged-*")))
-        if made != asked:
-            self.problems.append(f"of {asked} averages {made} were made")
+        if made != self.counts["averages"]:
+            self.problems.append(f"of {self.counts['averages']} averages {made} were made")
 
     def _judge_output(self) -> None:
         """Nobody said anything of an error, but that a worker was killed."""
         for path in sorted(self.directory.glob("*.output")):
-            lines = path.read_text().splitlines()
-            bad = errors_in(lines)
-            if bad:
+            if bad := errors_in(path.read_text().splitlines()):
                 self.problems.append(f"{path.name}: {len(bad)} errors, the first: {bad[0]}")
 
 

@@ -8,7 +8,6 @@ from driven_worker import InPhase
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.exchange_rate import CEILING, SPARE
-from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
 from gossipdp.protocol.step_clock import SKIPPED_STEPS, StepClock
 from gossipdp.protocol.worker import WorkerProtocol
 from gossipdp_lab.simulate.network import Conditions, VirtualNetwork, make_workers
@@ -21,7 +20,6 @@ def train(
     num_workers: int,
     *,
     num_steps: int,
-    policy_type: type[NeighbourPolicy] = Fresh,
     comm_rate: float = 1.0,
     transfer_s: float = 0.01,
     is_in_phase: bool = False,
@@ -29,16 +27,14 @@ def train(
 ) -> VirtualNetwork:
     """Train by steps of one second, the slow rank's of four; latency one millisecond."""
     constants = Constants.of(build_graph(graph_name, num_workers), comm_rate)
-    workers = make_workers(constants, seed=0, policy_type=policy_type)
+    workers = make_workers(constants, seed=0)
     if is_in_phase:
         for rank, worker in workers.items():
             worker.clock = StepClock(constants.worker_rate(rank) / 2, InPhase())
     conditions = Conditions(
-        latency_s=lambda sender, receiver: 0.001,
-        transfer_s=lambda sender, receiver: transfer_s,
-        step_s=lambda rank: 4.0 if rank == slow_rank else 1.0,
+        lambda *_: 0.001, lambda *_: transfer_s, lambda rank: 4.0 if rank == slow_rank else 1.0
     )
-    network = VirtualNetwork(workers, constants.edges, conditions, keeps_exchanges=True)
+    network = VirtualNetwork(workers, constants.edges, conditions)
     network.engine.run(until=num_steps + 0.5)
     return network
 

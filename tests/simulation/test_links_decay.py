@@ -31,15 +31,8 @@ def links(transfer_steps: float, jitter: float = 0.0) -> LinkModel:
 
 
 def run(graph: str, num_workers: int, method: str = "a2cid2", **settings: object) -> Trace:
-    scenario = Scenario(
-        graph=graph,
-        num_workers=num_workers,
-        fidelity="links",
-        model_bytes=MODEL_BYTES,
-        num_records=150,
-        stop_below=1e-20,
-        **settings,  # type: ignore[arg-type]
-    )
+    settings |= {"num_workers": num_workers, "model_bytes": MODEL_BYTES, "num_records": 150}
+    scenario = Scenario(graph=graph, fidelity="links", stop_below=1e-20, **settings)  # type: ignore
     trace = run_links(scenario, method, lambda share: None)
     assert trace.column("drift").max() < 1e-12
     return trace
@@ -59,12 +52,8 @@ def run(graph: str, num_workers: int, method: str = "a2cid2", **settings: object
     ],
 )
 def test_decay_with_quick_exchanges(graph, num_workers, *, method, policy, lowest, highest):
-    num_steps = 300 if graph == "ring" else 90
-    options = {
-        "neighbour_policy": NEIGHBOUR_POLICIES[policy],
-        "links": links(0),
-        "num_steps": num_steps,
-    }
+    options = {"neighbour_policy": NEIGHBOUR_POLICIES[policy], "links": links(0)}
+    options["num_steps"] = 300 if graph == "ring" else 90
     traces = [run(graph, num_workers, method, seed=seed, **options) for seed in range(2)]
     assert lowest < fmean(trace.decay_per_exchange() for trace in traces) < highest
 
@@ -74,22 +63,16 @@ def test_decay_with_quick_exchanges(graph, num_workers, *, method, policy, lowes
 )
 def test_saturated_links_stop_available_and_not_fresh(graph, num_workers, comm_rate):
     """An exchange takes 1.5 steps, so that more than 2/3 of one a step is asked in vain."""
-    traces = {
-        policy: run(
-            graph,
-            num_workers,
-            neighbour_policy=NEIGHBOUR_POLICIES[policy],
-            links=links(1.5),
-            comm_rate=comm_rate,
-            num_steps=120,
-        )
+    options = {"links": links(1.5), "comm_rate": comm_rate, "num_steps": 120}
+    fresh, available = (
+        run(graph, num_workers, neighbour_policy=NEIGHBOUR_POLICIES[policy], **options)
         for policy in ("fresh", "available")
-    }
-    for trace in traces.values():
-        assert 0.5 < trace.achieved_comm_rate < 1 / 1.5
+    )
+    assert 0.5 < fresh.achieved_comm_rate < 1 / 1.5
+    assert 0.5 < available.achieved_comm_rate < 1 / 1.5
     # It has a good start, and then comes to a standstill.
-    assert lowest_share(traces["available"].column("consensus_distance")) > 0.01
-    assert traces["fresh"].decay_per_exchange() > 0.2
+    assert lowest_share(available.column("consensus_distance")) > 0.01
+    assert fresh.decay_per_exchange() > 0.2
 
 
 @pytest.mark.parametrize(
@@ -104,14 +87,9 @@ def test_saturated_links_stop_available_and_not_fresh(graph, num_workers, comm_r
     ],
 )
 def test_a2cid2_is_stable_whatever_the_links_sustain(graph, transfer_steps, jitter, compute_time):
-    trace = run(
-        graph,
-        16,
-        links=links(transfer_steps, jitter),
-        comm_rate=2.0,
-        compute_time=compute_time,
-        num_steps=250 * max(1.0, transfer_steps / 1.5),
-    )
+    options = {"links": links(transfer_steps, jitter), "compute_time": compute_time}
+    num_steps = 250 * max(1.0, transfer_steps / 1.5)
+    trace = run(graph, 16, comm_rate=2.0, num_steps=num_steps, **options)
     distances = trace.column("consensus_distance")
     assert distances.max() <= distances[0]
     assert distances[-1] < 1e-4 * distances[0]

@@ -85,10 +85,8 @@ class Ledger(FaultyPayload):
 
     def exchange_began(self, rank: int, begin: Begin, now_s: float) -> object:
         if rank in self._open:
-            raise InvariantBroken(
-                "one exchange at a time",
-                f"rank {rank} begins {begin.id} while in {self._open[rank]} at {now_s}",
-            )
+            doing = f"begins {begin.id} while in {self._open[rank]}"
+            raise InvariantBroken("one exchange at a time", f"rank {rank} {doing} at {now_s}")
         self._open[rank] = begin.id
         before = self.z(rank)
         data = self._rows.exchange_began(rank, begin, now_s)
@@ -97,10 +95,8 @@ class Ledger(FaultyPayload):
 
     def data_arrived(self, rank: int, id: ExchangeId, data: object, now_s: float) -> None:
         if self._open.get(rank) != id:
-            raise InvariantBroken(
-                "one exchange at a time",
-                f"data of {id} are applied at rank {rank}, in {self._open.get(rank)}, at {now_s}",
-            )
+            doing = f"applies data of {id} while in {self._open.get(rank)}"
+            raise InvariantBroken("one exchange at a time", f"rank {rank} {doing} at {now_s}")
         before = self.z(rank)
         self._rows.data_arrived(rank, id, data, now_s)
         account = self._accounts.setdefault(id, _Account(np.zeros_like(before)))
@@ -126,27 +122,21 @@ class Ledger(FaultyPayload):
 
     def took_over(self, rank: int, peer: int, now_s: float) -> None:
         self._rows.took_over(rank, peer, now_s)
-        self._expect_equal(
-            "parameters are taken over whole", self.z(peer), self.z(rank), rank, now_s
-        )
+        whole = "parameters are taken over whole"
+        self._expect_equal(whole, self.z(peer), self.z(rank), rank, now_s)
         if self._c is not None and self._c[rank].any():
-            raise InvariantBroken(
-                "parameters are taken over whole", f"rank {rank} kept momentum at {now_s}"
-            )
+            raise InvariantBroken(whole, f"rank {rank} kept momentum at {now_s}")
 
     def check_sum(self, now_s: float) -> None:
-        total = self.torn.copy()
-        for account in self._accounts.values():
-            total += account.change
+        total = sum((account.change for account in self._accounts.values()), self.torn.copy())
         self._rows.settle_drift()
         under_way = self._population.half_applied.numpy() + self._rows.torn.numpy()
         self._expect_equal("both accounts agree", total, under_way, -1, now_s)
         self._population.half_applied += self._rows.torn
         drift = self._population.drift()
         if not drift < TOLERANCE:
-            raise InvariantBroken(
-                "the mean of x + c/2 is conserved", f"it drifted by {drift} at {now_s}"
-            )
+            invariant = "the mean of x + c/2 is conserved"
+            raise InvariantBroken(invariant, f"it drifted by {drift} at {now_s}")
 
     def _expect_equal(
         self, invariant: str, wanted: Row, found: Row, rank: int, now_s: float

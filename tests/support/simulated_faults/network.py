@@ -208,20 +208,18 @@ class FaultyNetwork(VirtualNetwork):
         again = partial(self._ask_for_parameters, worker)
         if not self.lives(worker) or self.stands_still(rank, again):
             return
-        donors = [
+        reached = [
             peer
             for peer in worker.membership.live()
-            if peer != rank
-            and self.answer(rank, peer) == "accepted"
-            and self.workers[peer].can_donate
+            if peer != rank and self.answer(rank, peer) == "accepted"
         ]
-        if not donors:
+        donor = next((peer for peer in reached if self.workers[peer].can_donate), None)
+        if donor is None:
             self.crash(rank)
             return
-        self.connect(rank, donors[0])
-        ends = self.engine.now + self.conditions.transfer_s(donors[0], rank)
-        wire = self.wire(rank, donors[0])
-        self.engine.at(ends, partial(self._take_over, worker, donors[0], wire))
+        self.connect(rank, donor)
+        ends = self.engine.now + self.conditions.transfer_s(donor, rank)
+        self.engine.at(ends, partial(self._take_over, worker, donor, self.wire(rank, donor)))
 
     def _take_over(self, worker: WorkerProtocol, peer: int, wire: Any) -> None:
         rank, now = worker.rank, self.engine.now
@@ -527,17 +525,14 @@ class FaultyNetwork(VirtualNetwork):
 
     def _begin_chunk(self, wire: Wire, rank: int, peer: int) -> None:
         assert self._chunk_s is not None
-        self._moving["from", rank] += 1
-        self._moving["to", peer] += 1
+        self._moving.update([("from", rank), ("to", peer)])
         link, (frame_type, key, _) = self._link(peer, rank), self._queues[wire, rank][0]
         if link is not None:
             sums: Any = self._sums(peer)
             sums.landing(link, frame_type, key)  # its header comes first
-        seconds = max(
-            self._moving["from", rank] * self._chunk_s(rank),
-            self._moving["to", peer] * self._chunk_s(peer),
-        )
-        self._move_chunk(wire, rank, peer, seconds)
+        leaves_s = self._moving["from", rank] * self._chunk_s(rank)
+        arrives_s = self._moving["to", peer] * self._chunk_s(peer)
+        self._move_chunk(wire, rank, peer, max(leaves_s, arrives_s))
 
     def _move_chunk(self, wire: Wire, rank: int, peer: int, left_s: float) -> None:
         """Move some bytes of a chunk, or let it arrive and begin the next."""
@@ -550,8 +545,7 @@ class FaultyNetwork(VirtualNetwork):
             again = partial(self._move_chunk, wire, rank, peer, left_s - piece_s)
             self.engine.at(self.engine.now + piece_s, again)
             return
-        self._moving["from", rank] -= 1
-        self._moving["to", peer] -= 1
+        self._moving.subtract([("from", rank), ("to", peer)])
         self._chunk_arrived(wire, rank, peer, queue.popleft())
         if queue:
             self._begin_chunk(wire, rank, peer)
