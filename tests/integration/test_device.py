@@ -69,14 +69,9 @@ def train(kinds: tuple[str, str], wire_format: str, folder: str) -> dict[str, An
         net = Net().to(place)
         device = enter(kinds[rank], stack)
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
-        model = GossipDataParallel(
-            net,
-            optimizer,
-            exchange=Exchange(moments={"momentum_buffer": 2}),
-            wire_format=wire_format,
-            checkpoints=Checkpoints(folder),
-            network=Network(start_timeout_s=60),
-        )
+        options = {"checkpoints": Checkpoints(folder), "network": Network(start_timeout_s=60)}
+        options["exchange"] = Exchange(moments={"momentum_buffer": 2})
+        model = GossipDataParallel(net, optimizer, wire_format=wire_format, **options)
         generator = torch.Generator().manual_seed(rank)
         inputs = torch.randn(8, 8, generator=generator).to(place)
         labels = (inputs[:, 0] > 0).long()

@@ -91,12 +91,9 @@ class Place:
     def start(
         self, *options: str, words: str = "", within: Sequence[str] = (), **variables: str
     ) -> RunCommand:
-        run = RunCommand(
-            self.directory / f"output-{len(self.started)}",
-            [*options, str(self.directory / "train.py"), str(self.files), *words.split()],
-            environment=VARIABLES | variables,
-            within=within,
-        )
+        output = self.directory / f"output-{len(self.started)}"
+        command = [*options, str(self.directory / "train.py"), str(self.files), *words.split()]
+        run = RunCommand(output, command, environment=VARIABLES | variables, within=within)
         self.started.append(run)
         return run
 

@@ -51,14 +51,9 @@ def mix(meeting):
     torch.set_num_threads(1)
     vector = nn.ParameterDict({"vector": nn.Parameter(torch.zeros(NUM_FLOATS))})
     optimizer = torch.optim.SGD(vector.parameters(), lr=0.0)  # no gradient: it changes nothing
-    model = GossipDataParallel(
-        vector,
-        optimizer,
-        graph="ring",
-        comm_rate=2.0,
-        exchange=Exchange(pace="strict"),  # each step brings its exchanges on a busy machine too
-        counting=Counting(samples_per_step=1),
-    )
+    # Strict: each step brings its exchanges on a busy machine too.
+    options = {"exchange": Exchange(pace="strict"), "counting": Counting(samples_per_step=1)}
+    model = GossipDataParallel(vector, optimizer, graph="ring", comm_rate=2.0, **options)
     # Wrapping gave all of them rank 0's vector. No worker asks before its fifth step, and none
     # steps before all have vectors of their own.
     model.load_state_dict({"vector": start_vector(model.rank)})

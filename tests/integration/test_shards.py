@@ -105,14 +105,9 @@ def test_a_replica_that_lost_a_process_comes_back(workers):
     They stop the run in the end.
     """
     failures: list[str] = []
-    all_seen = workers(
-        sharded_runs.dying_replica,
-        4,
-        timeout_s=120,
-        max_restarts=1,
-        nproc_per_replica=2,
-        on_failure=lambda failure: failures.append(failure.ending.reason),
-    )
+    options = {"timeout_s": 120, "max_restarts": 1, "nproc_per_replica": 2}
+    options["on_failure"] = lambda failure: failures.append(failure.ending.reason)
+    all_seen = workers(sharded_runs.dying_replica, 4, **options)
     assert failures == ["lost its process 1, which died of signal 9 (SIGKILL)"]
     assert [seen.facts["life"] for seen in all_seen] == [0, 0, 1, 1]
     assert [seen.num_averaged for seen in all_seen] == [2] * 4

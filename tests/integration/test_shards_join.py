@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_runs import Seen, loader, step, values, wrapped
+from sharded_runs import ENDLESS, Seen, loader, step, values, wrapped
 from waiting import wait_until
 
 from gossipdp import GossipDataParallel, Network
@@ -60,13 +60,9 @@ def join_at_once(directory: Path) -> Seen:
         os.environ.update(joining_variables(directory))
         module.Worker = Lagging  # type: ignore[misc]
     dist.init_process_group("gloo")
-    model, net, optimizer = wrapped(
-        0 if is_run else 1,
-        lr=0.0,
-        graph="complete",
-        budget_samples=10**9,
-        network=Network(timeout_s=2.0),  # a joining replica waits as long for others of its rank
-    )
+    network = Network(timeout_s=2.0)  # a joining replica waits as long for others of its rank
+    options = {"graph": "complete", "budget_samples": ENDLESS, "network": network}
+    model, net, optimizer = wrapped(0 if is_run else 1, lr=0.0, **options)
     seen = Seen(model.rank, model.world_size, 0, model.worker_seed)
     counted = [int(each["step"]) for each in optimizer.state_dict()["state"].values()]
     seen.facts |= {"at first": values(net), "steps taken over": counted}

@@ -17,14 +17,8 @@ NAME = f"gossipdp-{gossipdp.__version__}"
 
 
 def run(*words: str, **variables: str) -> str:
-    done = subprocess.run(
-        words,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **variables},
-        cwd=Path(sys.prefix),  # where no source tree can be imported from
-    )
+    where = {"env": {**os.environ, **variables}, "cwd": sys.prefix}  # no source tree is there
+    done = subprocess.run(words, capture_output=True, text=True, check=False, **where)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

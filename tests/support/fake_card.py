@@ -194,20 +194,17 @@ def fake_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCard]:
     monkeypatch.setattr(FakeTensor, "data_ptr", address)
     for name, instead in (("to_dlpack", lambda values: values), ("from_dlpack", card.over)):
         given = getattr(views, name)
-        monkeypatch.setattr(
-            views,
-            name,
-            lambda values, given=given, instead=instead: (
-                instead(values) if isinstance(values, FakeTensor) else given(values)
-            ),
-        )
+
+        def either(values: Tensor, given: Any = given, instead: Any = instead) -> Tensor:
+            return instead(values) if isinstance(values, FakeTensor) else given(values)
+
+        monkeypatch.setattr(views, name, either)
+
     # They are plain tensors here.
+    def plain(value: object) -> type:
+        return Tensor if isinstance(value, FakeTensor) else type(value)
+
     for module in (moments, packing, shards):
-        monkeypatch.setattr(
-            module,
-            "type",
-            lambda value: Tensor if isinstance(value, FakeTensor) else type(value),
-            raising=False,
-        )
+        monkeypatch.setattr(module, "type", plain, raising=False)
     with card.used():
         yield card

@@ -42,9 +42,7 @@ def run_example(name: str, wrapper: str | None) -> dict[str, Any]:
     found = SimpleNamespace(**names)
     if wrapper is None:
         return {"accuracy": found.accuracy}
-    model = attrgetter(wrapper)(found)
-    stats = model.stats()
-    return {"accuracy": found.accuracy, "state": digest(model.module), "samples": stats.samples}
+    return {"accuracy": found.accuracy, **counts_of(attrgetter(wrapper)(found))}
 
 
 def digest(module: Any) -> str:
@@ -82,13 +80,14 @@ def save_under_transformers(folder: str) -> dict[str, Any]:
         callbacks=[gossip := GossipCallback()],
     )
     trainer.train()
-    return {
-        "saves": args.save_strategy.value,
-        "is_first": trainer.state.is_world_process_zero,
-        "steps": gossip.model.stats().gradient_steps,
-        "samples": gossip.model.stats().samples,
-        "state": digest(gossip.model.module),
-    }
+    is_first = trainer.state.is_world_process_zero
+    return {"saves": args.save_strategy.value, "is_first": is_first, **counts_of(gossip.model)}
+
+
+def counts_of(model: Any) -> dict[str, Any]:
+    stats = model.stats()
+    state = digest(model.module)
+    return {"steps": stats.gradient_steps, "samples": stats.samples, "state": state}
 
 
 def scaled(linear: Any) -> Any:
@@ -134,15 +133,9 @@ def save_under_lightning(folder: str) -> dict[str, Any]:
             default_root_dir=folder,
             enable_progress_bar=False,
         )
-    module = Module()
-    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(64, 2), batch_size=4))
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(64, 2), batch_size=4))
     trainer.save_checkpoint(f"{folder}/final-{strategy.gossip.rank}.ckpt")
-    return {
-        "is_first": trainer.is_global_zero,
-        "steps": strategy.gossip.stats().gradient_steps,
-        "samples": strategy.gossip.stats().samples,
-        "state": digest(module),
-    }
+    return {"is_first": trainer.is_global_zero, **counts_of(strategy.gossip)}
 
 
 def forget_the_single_process() -> list[str]:

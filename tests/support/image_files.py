@@ -80,10 +80,7 @@ def write_imagenet(folder: Path, per_class: int = 4) -> None:
             directory = folder / part / synset
             directory.mkdir(parents=True)
             for number in range(count):
-                content = jpeg(
-                    label,
-                    number,
-                    kind="PNG" if (label, number) == (2, 1) else "JPEG",
-                    mode="CMYK" if (label, number) == (1, 1) else "RGB",
-                )
+                kind = "PNG" if (label, number) == (2, 1) else "JPEG"
+                mode = "CMYK" if (label, number) == (1, 1) else "RGB"
+                content = jpeg(label, number, kind, mode)
                 (directory / f"{synset}_{number}.JPEG").write_bytes(content)

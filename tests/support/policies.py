@@ -34,12 +34,8 @@ class Available(NeighbourPolicy):
     def draw(self, available: Mapping[int, float]) -> list[int]:
         return weighted_order(available, self._random)
 
-    def exchanged(self, peer: int, *, initiated: bool) -> None:
-        pass
+    def exchanged(self, peer: int, *, initiated: bool) -> None: ...
 
 
-NEIGHBOUR_POLICIES: Mapping[str, type[NeighbourPolicy]] = {
-    "fresh": Fresh,
-    "poisson": Poisson,
-    "available": Available,
-}
+Types = Mapping[str, type[NeighbourPolicy]]
+NEIGHBOUR_POLICIES: Types = {"fresh": Fresh, "poisson": Poisson, "available": Available}

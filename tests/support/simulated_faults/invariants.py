@@ -155,11 +155,9 @@ class Invariants:
         hungry_s = now - seen.hungry_since_s
         self.hungriest_s = max(self.hungriest_s, hungry_s)
         if hungry_s > self._longest_hunger_s:
+            state = f"it is {pairing.state}, open to {sorted(pairing.available)}"
             raise self._broken(
-                NO_DEADLOCK,
-                rank,
-                f"a demand unserved for {hungry_s:.3f} s; it is {pairing.state}, open to "
-                f"{sorted(pairing.available)}",
+                NO_DEADLOCK, rank, f"a demand unserved for {hungry_s:.3f} s; {state}"
             )
 
     def _check_members(self, rank: int, worker: WorkerProtocol, seen: _Seen) -> None:
@@ -200,20 +198,18 @@ class Invariants:
                 view = worker.membership.live()
                 self._expect(view == tuple(live), "views converge", rank, f"{view}, not {live}")
                 assert graph is not None
-                self._expect(
-                    worker.neighbourhood.place.rates == graph.neighbours(rank),
-                    "all follow one graph",
-                    rank,
-                    f"neighbours {sorted(worker.neighbours)}",
-                )
+                follows = worker.neighbourhood.place.rates == graph.neighbours(rank)
+                details = f"neighbours {sorted(worker.neighbours)}"
+                self._expect(follows, "all follow one graph", rank, details)
                 seen = self._seen[worker]
                 demands = worker.neighbourhood.place.worker_rate * within_s / self._step_s
+                pairing = worker.pairing
                 self._expect(
                     len(live) == 1 or seen.exchanged_s > since_s or demands < MANY_DEMANDS,
-                    "no deadlock",
+                    NO_DEADLOCK,
                     rank,
-                    f"no exchange since {seen.exchanged_s}; it is {worker.pairing.state}, open "
-                    f"to {sorted(worker.pairing.available)}",
+                    f"no exchange since {seen.exchanged_s}; it is {pairing.state}, open to "
+                    f"{sorted(pairing.available)}",
                 )
         except InvariantBroken as broken:
             return broken
@@ -227,22 +223,15 @@ class Invariants:
             committed = averaged.committed.get(rank)
             if committed is None:
                 raise self._broken("all hold the same bits", rank, "it left without a result")
-            self._expect(
-                _numbers(committed.outcome) == _numbers(averaged.committed[live[0]].outcome),
-                "all hold the same bits",
-                rank,
-                f"{committed.outcome} is not {averaged.committed[live[0]].outcome}",
-            )
-            for other in live:
-                peer = network.workers[other]
+            one, other = committed.outcome, averaged.committed[live[0]].outcome
+            same = _numbers(one) == _numbers(other)
+            self._expect(same, "all hold the same bits", rank, f"{one} is not {other}")
+            for number in live:
+                peer = network.workers[number]
                 known = _steps_of(worker, peer.membership.own.process_id)
-                true = self._ledger.steps[other] - self._seen[peer].steps_before
-                self._expect(
-                    known == true,
-                    "progress is whole at the end",
-                    rank,
-                    f"{known} steps are known of rank {other}, which took {true}",
-                )
+                true = self._ledger.steps[number] - self._seen[peer].steps_before
+                details = f"{known} steps are known of rank {number}, which took {true}"
+                self._expect(known == true, "progress is whole at the end", rank, details)
         self._expect(averaged.is_same_everywhere(live), "all hold the same bits", live[0], "")
         ended = [averaged.committed[rank] for rank in live]
         if ended[0].outcome.num_workers == len(live):  # none of those that it is over has died

@@ -60,23 +60,15 @@ def run_schedule(
         log: told of every message, exchange and fault; None: of nothing, which is quicker.
     """
     run = _Run(schedule, log)
-    broken, details = "", ""
+    broken, details, network = "", "", run.network
     try:
         run.train()
         run.end()
     except InvariantBroken as error:
         broken, details = error.invariant, str(error)
-    network, ledger = run.network, run.ledger
-    return Outcome(
-        broken=broken,
-        details=details,
-        digest=network.digest(run.population.x.numpy().tobytes()),
-        hungriest_s=run.invariants.hungriest_s,
-        num_exchanges=network.num_exchanges,
-        num_torn=ledger.num_torn,
-        num_taken_over=len(network.took_over),
-        num_consolidated=len(network.left),
-    )
+    digest = network.digest(run.population.x.numpy().tobytes())
+    counts = network.num_exchanges, run.ledger.num_torn, len(network.took_over), len(network.left)
+    return Outcome(broken, details, digest, run.invariants.hungriest_s, *counts)
 
 
 class _Run:

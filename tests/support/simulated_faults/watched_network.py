@@ -47,12 +47,9 @@ class WatchedNetwork(FaultyNetwork):
         live_graph: LiveGraph,
         log: Callable[[str], None] | None,
     ) -> None:
+        longest_s = _longest_hunger_s(schedule)
         self.invariants = Invariants(
-            self,
-            ledger,
-            live_graph,
-            step_s=schedule.step_s,
-            longest_hunger_s=_longest_hunger_s(schedule),
+            self, ledger, live_graph, step_s=schedule.step_s, longest_hunger_s=longest_s
         )
         self._digest = hashlib.blake2b(digest_size=8)
         self._log = log
