@@ -140,14 +140,10 @@ def train(directory: Path, arguments: argparse.Namespace, began_s: float) -> End
             for index, piece in enumerate(pieces):
                 drawn(piece, index)
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    model = GossipDataParallel(
-        net,
-        optimizer,
-        graph="exponential",
-        method=arguments.method,
-        counting=Counting(samples_per_step=1),
-        network=Network(timeout_s=arguments.timeout_s, start_timeout_s=LIMIT_S),
-    )
+    network = Network(timeout_s=arguments.timeout_s, start_timeout_s=LIMIT_S)
+    options: dict[str, Any] = {"counting": Counting(samples_per_step=1), "network": network}
+    options |= {"graph": "exponential", "method": arguments.method}
+    model = GossipDataParallel(net, optimizer, **options)
     came_s = []
 
     def begin(phase: str) -> None:
@@ -251,10 +247,8 @@ def problems_of(ends: list[End], longest_ms: float) -> list[str]:
         if end.steps_by_rank != steps:
             problems.append(f"worker {end.rank} tells steps {end.steps_by_rank}, not {steps}")
         if not end.largest_error <= end.allowed_error:
-            problems.append(
-                f"values are off by up to {end.largest_error:g}, which no rounding explains: "
-                f"{end.allowed_error:g}"
-            )
+            off = f"values are off by up to {end.largest_error:g}, which no rounding explains"
+            problems.append(f"{off}: {end.allowed_error:g}")
         problems += [
             f"the gossip thread of worker {end.rank} did not look up for {turn_ms:.0f} ms ({phase})"
             for phase, turn_ms in end.longest_ms.items()

@@ -3,13 +3,12 @@
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_processes import VARIABLES
+from run_processes import RunCommand
 
 from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.log import CountsRecord, LogReader, worker_file
@@ -51,10 +50,8 @@ class Hosts:
         for name, address in zip(self.names, self.addresses, strict=True):
             gateway = address[:-1] + "1"
             ip("link", "add", f"{name}0", "type", "veth", "peer", "name", f"{name}1")
-            for link, place, own in (
-                (f"{name}0", name, address),
-                (f"{name}1", self.router, gateway),
-            ):
+            ends = (f"{name}0", name, address), (f"{name}1", self.router, gateway)
+            for link, place, own in ends:
                 ip("link", "set", link, "netns", place)
                 ip("-n", place, "address", "add", f"{own}/24", "dev", link)
                 ip("-n", place, "link", "set", link, "up")
@@ -85,47 +82,37 @@ def hosts() -> Iterator[Hosts]:
         pytest.skip("network namespaces need root and the ip command")
     made = Hosts()
     try:
-        try:
-            made.open()
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+        made.open()
         yield made
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
     finally:
         made.close()
 
 
 @pytest.fixture
-def runs(hosts: Hosts, tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+def runs(hosts: Hosts, tmp_path: Path) -> Iterator[list[RunCommand]]:
     script, secret = tmp_path / "script.py", tmp_path / "secret"
     script.write_text(SCRIPT)
     secret.write_text("a secret of this test")
     secret.chmod(0o600)
     started = []
     for node, name in enumerate(hosts.names):
-        options = ["-n", "3", "--nnodes", "2", "--node-rank", str(node)]
-        options += ["--rendezvous", f"{hosts.addresses[0]}:29400", "--secret-file", str(secret)]
-        command = [sys.executable, "-m", "gossipdp.cli.main", "run", *options, str(script)]
-        started.append(
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, *command, str(tmp_path / "run"), str(LEAST_S)],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=VARIABLES,
-            )
-        )
+        words = ["-n", "3", "--nnodes", "2", "--node-rank", str(node)]
+        words += ["--rendezvous", f"{hosts.addresses[0]}:29400", "--secret-file", str(secret)]
+        words += [str(script), str(tmp_path / "run"), str(LEAST_S)]
+        within = ["ip", "netns", "exec", name]
+        started.append(RunCommand(tmp_path / f"output-{node}", words, within=within))
     yield started
     for run in started:
-        run.terminate()
-        run.wait(100)
-        assert run.stderr is not None
-        run.stderr.close()
+        run.stop()
 
 
-def wait_for_first_steps(directory: Path, runs: list[subprocess.Popen[str]]) -> None:
+def wait_for_first_steps(directory: Path, runs: list[RunCommand]) -> None:
     tails = [LogReader(worker_file(directory, rank)) for rank in range(NUM_WORKERS)]
     while tails:
-        assert all(run.poll() is None for run in runs), [run.communicate() for run in runs]
+        for run in runs:
+            assert run.process.poll() is None, run.output.read_text()
         tails = [
             tail
             for tail in tails
@@ -154,13 +141,10 @@ def test_both_halves_go_on_and_merge_when_the_partition_heals(hosts, runs, tmp_p
     time.sleep(CUT_FOR_S)
     healed_s, healed_at_s = time.time(), since_boot_s()
     hosts.heal()
-    outputs = [run.communicate(timeout=120)[1] for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], outputs
-
+    for run in runs:
+        assert run.process.wait(120) == 0, run.output.read_text()
     workers = RunLog.read(directory).workers
-    assert {rank: len(log.lives) for rank, log in workers.items()} == dict.fromkeys(
-        range(NUM_WORKERS), 1
-    )
+    assert [len(workers[rank].lives) for rank in range(NUM_WORKERS)] == [1] * len(workers)
     ends = [log.end for log in workers.values()]
     assert {end.num_averaged for end in ends if end} == {NUM_WORKERS}
     values = [log.last_values() for log in workers.values()]

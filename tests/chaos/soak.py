@@ -133,8 +133,7 @@ class Soak:
         self.problems: list[str] = []
         self.lives: dict[tuple[int, int], Life] = {}
         self.seen: set[int] = set()
-        self.files = directory / "files"
-        self.temporary = directory / "tmp"
+        self.files, self.temporary = directory / "files", directory / "tmp"
         for each in (self.files, self.temporary):
             each.mkdir(parents=True)
         self.secret = directory / "secret"
@@ -150,17 +149,11 @@ class Soak:
         self._cutter = threading.Thread(target=self._cut_links, args=(Random(seed),))
 
     def _start(self, name: str, *words: str) -> RunCommand:
-        variables = VARIABLES | {
-            "TMPDIR": str(self.temporary),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "default",
-        }
+        variables = {"TMPDIR": f"{self.temporary}", "OMP_NUM_THREADS": "1"}
+        variables = VARIABLES | variables | {"PYTHONWARNINGS": "default"}
         options = ["--secret-file", str(self.secret), "--log-dir", str(self.directory / "log")]
-        return RunCommand(
-            self.directory / f"{name}.output",
-            [*words, *options, str(WORKER), str(self.files)],
-            environment=variables,
-        )
+        command = [*words, *options, str(WORKER), str(self.files)]
+        return RunCommand(self.directory / f"{name}.output", command, environment=variables)
 
     # What is seen.
 
@@ -330,9 +323,11 @@ class Soak:
             self.problems.append(f"{len(brought)} made an average, and {len(ends)} tell: {told}")
             return
         first = averages[min(averages)]
-        for rank, average in averages.items():
-            if not torch.equal(average, first):
-                self.problems.append(f"worker {rank} holds other bits than {min(averages)}")
+        self.problems += [
+            f"worker {rank} holds other bits than {min(averages)}"
+            for rank, average in averages.items()
+            if not torch.equal(average, first)
+        ]
         try:
             assert_is_mean(first, brought)
         except AssertionError as error:
@@ -406,13 +401,11 @@ def errors_in(lines: list[str]) -> list[str]:
     """
     found, is_of_sharer = [], False
     for line in lines:
-        if "Traceback (most recent call last)" in line:
-            is_of_sharer = False
+        is_of_sharer &= "Traceback (most recent call last)" not in line
         is_of_sharer |= "multiprocessing/resource_sharer.py" in line
         if ("Error" in line or "Too many open files" in line) and not is_of_sharer:
             found.append(line)
-        if "Error" in line:
-            is_of_sharer = False
+        is_of_sharer &= "Error" not in line
     return found
 
 

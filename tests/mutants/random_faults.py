@@ -40,7 +40,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import reached_lines
 from drawn_faults import Fault, draw
@@ -135,9 +137,8 @@ def main() -> int:
         for number, fault in faults.items():
             print(f"{number} {fault.kind}\n{fault.diff(texts[fault.file])}\n")
         return 0
-    record = reached_lines.record(
-        reached_lines.files_of_tests(arguments.tests or ()), arguments.jobs
-    )
+    files = reached_lines.files_of_tests(arguments.tests or ())
+    record = reached_lines.record(files, arguments.jobs)
     if not faults:
         return 0
     path = RESULTS / f"random-{arguments.number}-{seed}.json"
@@ -149,21 +150,13 @@ def main() -> int:
     print(f"{len(faults)} faults by seed {seed}", flush=True)
     outcomes: list[Outcome] = []
     with ThreadPoolExecutor(arguments.jobs) as pool:
+        run_one = partial(run, record=record, seconds=arguments.seconds)
         jobs = [
-            pool.submit(
-                run,
-                number,
-                fault,
-                texts[fault.file],
-                record,
-                seconds=arguments.seconds,
-                without=killers.get(number, ""),
-            )
+            pool.submit(run_one, number, fault, texts[fault.file], without=killers.get(number, ""))
             for number, fault in faults.items()
         ]
         for job in jobs:
-            outcome = job.result()
-            outcomes.append(outcome)
+            outcomes.append(outcome := job.result())
             print(
                 f"[{outcome.number:3}/{arguments.number}] {outcome.verdict:25} "
                 f"{outcome.seconds:5.1f} s  {outcome.place} {outcome.fault.kind}  {outcome.by}",
@@ -207,14 +200,10 @@ def run(
     longest_s = max(test.seconds for test in chosen)
     with Copy() as root:
         (root / SOURCE / fault.file).write_text(fault.apply(text))
-        code, output = run_tests(
-            files,
-            root,
-            SLOWER * (seconds + longest_s) + LEAST_S,
-            test_timeout_s=SLOWER * longest_s + LEAST_S,
-            options=("-x", *MARKED),
-            plugins=[plugin],
-        )
+        options: dict[str, Any] = {"options": ("-x", *MARKED), "plugins": [plugin]}
+        options["test_timeout_s"] = SLOWER * longest_s + LEAST_S
+        longest_s = SLOWER * (seconds + longest_s) + LEAST_S
+        code, output = run_tests(files, root, longest_s, **options)
     by, is_late = first_failure(output)
     if code == PASSED:
         verdict, by = SURVIVED if len(chosen) == len(reaching) else CUT, ""
@@ -239,10 +228,7 @@ def show(outcomes: Sequence[Outcome], seconds: float) -> None:
     packages = sorted({outcome.fault.package for outcome in outcomes})
     for package in [*packages, "all"]:
         here = [each for each in outcomes if package in (each.fault.package, "all")]
-        number = {
-            verdict: sum(each.verdict == verdict for each in here)
-            for verdict in (KILLED, LATE, UNREACHED, CUT, EXEMPT)
-        }
+        number = Counter(each.verdict for each in here)
         killed, counted = number[KILLED] + number[LATE], len(here) - number[EXEMPT]
         score = f"{100 * killed / counted:5.1f}%" if counted else "-"
         print(

@@ -68,11 +68,8 @@ class Recorder:
         import coverage
 
         self._source = Path.cwd() / SOURCE
-        self._coverage = coverage.Coverage(
-            data_file=str(self._output.with_suffix(".sqlite")),
-            config_file=False,
-            source=[str(self._source / "gossipdp")],
-        )
+        file, source = self._output.with_suffix(".sqlite"), [str(self._source / "gossipdp")]
+        self._coverage = coverage.Coverage(data_file=str(file), config_file=False, source=source)
         self._coverage.set_option("run:disable_warnings", ["trace-changed"])
 
     @pytest.hookimpl(wrapper=True)
@@ -236,14 +233,8 @@ def _recorded(files: Sequence[str]) -> list[dict[str, Any]]:
     """Run the tests of these files and return their records."""
     with Copy() as root:
         output = root / "reached.json"
-        code, text = run_tests(
-            files,
-            root,
-            RECORDING_S,
-            test_timeout_s=SLOWEST_S,
-            options=MARKED,
-            plugins=[Recorder(output)],
-        )
+        options: dict[str, Any] = {"options": MARKED, "plugins": [Recorder(output)]}
+        code, text = run_tests(files, root, RECORDING_S, test_timeout_s=SLOWEST_S, **options)
         if not output.exists():
             sys.exit(f"nothing was recorded (status {code}):\n{text}")
         if code != PASSED:
