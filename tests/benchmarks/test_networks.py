@@ -28,12 +28,10 @@ class Arrivals:
         hosts = {address: number for number, address in enumerate(ADDRESSES)}
         self.now_s = 0.0
         self.arrived: list[tuple[float, int, int]] = []
-        self.switch = Switch(
-            hosts,
-            RATE,
-            DELAY_S,
-            lambda host, data: self.arrived.append((self.now_s, host, len(data))),
-        )
+        self.switch = Switch(hosts, RATE, DELAY_S, self.arrive)
+
+    def arrive(self, host: int, data: bytes) -> None:
+        self.arrived.append((self.now_s, host, len(data)))
 
     def run(self) -> None:
         while self.switch.next_s() < float("inf"):

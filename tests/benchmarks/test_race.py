@@ -5,6 +5,7 @@ import math
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -202,14 +203,11 @@ class FakeJob:
         self.started: list[FakeProcess] = []
         self.training: set[tuple[int, int]] = set()
         self.injector = FaultInjector(FaultPlan.parse(faults), 3, clock=lambda: self.now_s)
-        self.job = Job(
-            3,
-            self.start,
-            lambda rank: self.life(rank).name in self.training,
-            self.injector,
-            whole=whole,
-            clock=lambda: self.now_s,
-        )
+        how = {"whole": whole, "clock": lambda: self.now_s}
+        self.job = Job(3, self.start, self.trains, self.injector, **how)
+
+    def trains(self, rank: int) -> bool:
+        return self.life(rank).name in self.training
 
     def start(self, rank: int, number: int) -> FakeProcess:
         self.started.append(FakeProcess((rank, number)))
@@ -320,14 +318,8 @@ class Plain(OneOptimizer):
     """One worker's SGD; all hold the same every second step."""
 
     def __init__(self) -> None:
-        plan = RowPlan(
-            rank=0,
-            samples=1,
-            seed=0,
-            batch_sizes=[BATCH_SIZE],
-            periods=[2],
-            make_optimizer=lambda parameters: torch.optim.SGD(parameters, 0.5, momentum=0.9),
-        )
+        sgd = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
+        plan = RowPlan(0, 1, 0, batch_sizes=[BATCH_SIZE], periods=[2], make_optimizer=sgd)
         torch.manual_seed(0)
         super().__init__(nn.Linear(1, 1, bias=False), plan)
 

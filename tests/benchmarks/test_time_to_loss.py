@@ -23,15 +23,8 @@ SETTINGS = RunSettings("ddp", "common", 0.004, 1, SIZE, workers=2, condition=SLO
 
 
 def result(loss: float | None, end_s: float = 20.0, average_s: float = 0.0) -> RunResult:
-    return RunResult(
-        loss=loss,
-        ended_s=end_s,
-        bytes_per_parameter_step=6.0,
-        samples_per_s=1_000 / (end_s - average_s),
-        samples=1_000,
-        comm_rate=1.0,
-        seconds=end_s + 5.0,
-    )
+    times = {"ended_s": end_s, "seconds": end_s + 5.0, "samples_per_s": 1e3 / (end_s - average_s)}
+    return RunResult(loss=loss, bytes_per_parameter_step=6.0, samples=1_000, comm_rate=1.0, **times)
 
 
 def plans(row: str, speeds: list[float], samples: int) -> list[RowPlan]:

@@ -196,13 +196,8 @@ def test_momentum_form_equals_the_papers_equations(script):
         assert torch.allclose(one.x + one.c, other.x_tilde, atol=1e-11 * scale, rtol=0)
 
 
-TAKEN_LATE = [
-    ("flow", 0, 1, 1.0),
-    ("exchange", 0, 1, 0.5),
-    ("take", 0, 1, 0.0),
-    ("exchange", 0, 1, 0.5),
-    ("flow", 0, 1, 0.5),
-]
+TAKEN_LATE = [("flow", 0, 1, 1.0), ("exchange", 0, 1, 0.5), ("take", 0, 1, 0.0)]
+TAKEN_LATE += [("exchange", 0, 1, 0.5), ("flow", 0, 1, 0.5)]
 """A worker that takes a state flows again from phase 0 on."""
 
 

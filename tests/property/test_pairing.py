@@ -97,18 +97,13 @@ def make_network(scenario: Scenario) -> FaultyNetwork:
         if scenario.is_in_phase:
             worker.clock = StepClock(constants.worker_rate(rank) / 2, InPhase())
     conditions = Conditions(
-        latency_s=lambda sender, receiver: random.uniform(*scenario.latency_s),
-        transfer_s=lambda sender, receiver: random.uniform(*scenario.transfer_s),
-        step_s=lambda rank: random.uniform(*scenario.step_s),
+        latency_s=lambda *_: random.uniform(*scenario.latency_s),
+        transfer_s=lambda *_: random.uniform(*scenario.transfer_s),
+        step_s=lambda _: random.uniform(*scenario.step_s),
     )
-    network = FaultyNetwork(
-        workers,
-        constants.edges,
-        conditions,
-        lost_at_messages=scenario.cut_at_messages,
-        detection_s=lambda sender, receiver: random.uniform(0.0, 0.2),
-        keeps_exchanges=True,
-    )
+    options: dict[str, Any] = {"lost_at_messages": scenario.cut_at_messages}
+    options |= {"detection_s": lambda *_: random.uniform(0.0, 0.2), "keeps_exchanges": True}
+    network = FaultyNetwork(workers, constants.edges, conditions, **options)
     at = network.engine.at
 
     def at_most(*arguments: Any, **options: Any) -> Any:
@@ -153,17 +148,8 @@ def trained(scenario: Scenario) -> FaultyNetwork:
 
 
 # All ask at the same moments: if higher ranks were parked too, their waits would form a cycle.
-IN_PHASE = Scenario(
-    graph=build_graph("complete", 6),
-    policy_type=Fresh,
-    comm_rate=1.0,
-    latency_s=(0.01, 0.01),
-    transfer_s=(0.05, 0.05),
-    step_s=(1.0, 1.0),
-    is_in_phase=True,
-    cut_at_messages=frozenset(),
-    seed=1,
-)
+TIMES_S = ((0.01, 0.01), (0.05, 0.05), (1.0, 1.0))
+IN_PHASE = Scenario(build_graph("complete", 6), Fresh, 1.0, *TIMES_S, True, frozenset(), seed=1)
 
 
 @settings(max_examples=40)
