@@ -7,13 +7,11 @@ from adapters import Job, figures, in_time
 
 
 def test_a_restarted_worker_s_lines_are_counted_anew_and_its_return_is_timed():
-    lines = [
-        # time, exchanges, bytes, steps, loss, process
-        [[0.0, 0, 100, 0, math.nan, 7], [9.0, 2, 300, 1, 2.0, 7], [21.0, 5, 900, 3, 1.0, 7]],
-        [[1.0, 0, 50, 0, math.nan, 8], [4.0, 1, 60, 1, 4.0, 8]]
-        + [[12.0, 0, 70, 0, math.nan, 9], [14.0, 0, 75, 1, 3.0, 9], [16.0, 2, 80, 2, 3.0, 9]],
-    ]
-    found = figures(lines, ended_s=23.0, killed_s=6.0)
+    # Time, exchanges, bytes, steps, loss, process.
+    one = [[0.0, 0, 100, 0, math.nan, 7], [9.0, 2, 300, 1, 2.0, 7], [21.0, 5, 900, 3, 1.0, 7]]
+    other = [[1.0, 0, 50, 0, math.nan, 8], [4.0, 1, 60, 1, 4.0, 8]]
+    other += [[12.0, 0, 70, 0, math.nan, 9], [14.0, 0, 75, 1, 3.0, 9], [16.0, 2, 80, 2, 3.0, 9]]
+    found = figures([one, other], ended_s=23.0, killed_s=6.0)
     assert found["trained_s"] == 20.0  # from when the last one began
     assert (found["ended_s"], found["killed_s"], found["back_s"]) == (22.0, 5.0, 10.0)
     assert (found["steps"], found["exchanges"]) == ([3.0, 3.0], [5.0, 3.0])
