@@ -58,10 +58,8 @@ def test_a_kill_is_noticed_and_the_worker_comes_back(tmp_path, monkeypatch):
     def witnesses(rank: int, what: str) -> set[int]:
         """Return the workers that have noticed it of this one."""
         logs = RunLog.read(tmp_path / "run").workers
-        seen = {
-            witness: {(each.rank, each.kind) for each in logs[witness].noticed} for witness in logs
-        }
-        return {witness for witness, notices in seen.items() if (rank, what) in notices}
+        seen = {other: [(each.rank, each.kind) for each in logs[other].noticed] for other in logs}
+        return {other for other, notices in seen.items() if (rank, what) in notices}
 
     class Watching(FaultInjector):
         """Lets the run end once the others have noticed the death and that the worker is back."""
@@ -98,19 +96,18 @@ def test_a_kill_is_noticed_and_the_worker_comes_back(tmp_path, monkeypatch):
 
 def test_both_train_as_long_and_the_sentence_is_that_of_their_figures(tmp_path, capsys):
     results = tmp_path / "results.json"
-    arguments = DemoArguments(
-        compare=True, workers=2, seconds=3.0, output=tmp_path / "run", json=results
-    )
-    assert run(arguments) == 0
+    options = {"compare": True, "workers": 2, "seconds": 3.0, "output": tmp_path / "run"}
+    assert run(DemoArguments(json=results, **options)) == 0
     found = json.loads(results.read_text())
     assert found.keys() == {"verdict", "times_the_samples", "worse_by", "allreduce", "a2cid2"}
-    runs = [found["allreduce"], found["a2cid2"]]
+    runs = [found[method] for method in ("allreduce", "a2cid2")]
     for method, one in zip(("allreduce", "a2cid2"), runs, strict=True):
         assert one["configuration"]["method"] == method
         assert one["train_seconds"] >= 3.0
         assert 0 < one["validation_bits_per_byte"] < 8
         kinds = [fault["kind"] for fault in one["faults"]]
         assert kinds.count("kill") == (method == "a2cid2")
+        assert (tmp_path / "run" / method / "report.html").is_file()
     # Under all-reduce rank 0's clock ends the run for both with the same step.
     assert len({worker["gradient_steps"] for worker in runs[0]["workers"]}) == 1
     samples = [one["samples"] for one in runs]
@@ -121,5 +118,3 @@ def test_both_train_as_long_and_the_sentence_is_that_of_their_figures(tmp_path, 
     assert found["times_the_samples"] == samples[1] / samples[0]
     assert " ".join(str(verdict).split()) in " ".join(capsys.readouterr().out.split())
     assert imread(tmp_path / "run" / "comparison.png").shape[1] >= 1200
-    for method in ("allreduce", "a2cid2"):
-        assert (tmp_path / "run" / method / "report.html").is_file()

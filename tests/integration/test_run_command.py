@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -67,12 +65,9 @@ def test_a_full_disk_under_its_own_lines_ends_no_run(tmp_path, without_torch):
         "with open(sys.argv[1] + '/' + os.environ['RANK'], 'w') as file:\n"
         "    file.write('to the end')\n"
     )
-    words = ["-m", "gossipdp.cli.main", "run", "-n", "2", str(script), str(lines)]
-    with open("/dev/full", "wb") as full:
-        done = subprocess.run(
-            [sys.executable, *words], stdout=full, stderr=full, env=without_torch, check=False
-        )
-    assert done.returncode == 0
+    words = ["-n", "2", str(script), str(lines)]
+    run = RunCommand(Path("/dev/full"), words, environment=without_torch)
+    assert run.process.wait(LONGEST_S) == 0
     assert [path.read_text() for path in lines.iterdir()] == ["to the end"] * 2
 
 
@@ -128,9 +123,7 @@ def test_a_killed_worker_is_started_again_in_the_spare_and_told_where_the_others
             os.kill(live()[victim], signal.SIGKILL)
             run.wait_for((files / f"life-{victim}-{kept}").exists)
             joins = json.loads((files / f"joined-{victim}-{kept}").read_text())
-            assert {rank: joins[str(rank)][1] for rank in others} == {
-                rank: 1000 + rank for rank in others
-            }
+            assert all(joins[str(rank)][1] == 1000 + rank for rank in others)
             assert os.getpgid(kept) == kept
             assert psutil.Process(kept).ppid() == run.process.pid
         run.wait_for(spare)
@@ -167,9 +160,8 @@ def test_faults_may_kill_all(tmp_path, without_torch):
     records = [json.loads(line) for line in lines.read_text().splitlines()]
     assert sorted(each["kind"] for each in records) == [*["kill"] * 4, "slow", "stop"]
     assert records[-1]["missed"] == "the run had ended by then"
-    for each in records[:-1]:
-        assert each["missed"] is None
-        assert each["at_s"] >= each["planned_s"]
+    assert all(each["missed"] is None for each in records[:-1])
+    assert all(each["at_s"] >= each["planned_s"] for each in records[:-1])
 
 
 MEETING = """

@@ -68,8 +68,7 @@ def test_under_torchrun_an_example_trains_beside_a_process_group_of_the_script_s
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("met [0, 1]\n") == 2
     lines = [(tmp_path / f"worker-{rank}.txt").read_text() for rank in range(2)]
-    hashes = {line.split()[0] for line in lines}
-    assert len(hashes) == 1, lines
+    assert len({line.split()[0] for line in lines}) == 1, lines
     assert all("of 2 workers" in line for line in lines)
 
 

@@ -101,12 +101,12 @@ def join_over_tls(directory: Path, files: Path, stranger: Path) -> str:
     if not joins:
         wait_until(lambda: "joined" in [n.kind for n in model.stats().noticed], "one joins", step)
     wanted = model.stats().exchanges + 3
+
     # Each links to the joiner when it has the graph with it, which is soon and not at once.
-    wait_until(
-        lambda: model.stats().exchanges >= wanted and len(are_secured(model)) == 2,
-        "three exchanges, with both others linked",
-        step,
-    )
+    def is_linked() -> bool:
+        return model.stats().exchanges >= wanted and len(are_secured(model)) == 2
+
+    wait_until(is_linked, "three exchanges, with both others linked", step)
     secured = are_secured(model)
     num_workers = model.consolidate().world_size
     return f"{secured} of {num_workers}: {[value.tolist() for value in net.parameters()]}"

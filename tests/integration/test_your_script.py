@@ -66,8 +66,6 @@ class WandbRun:
         self.is_finished = True
 
 
-# By heading: what is looked at in the script's own names when it has ended, and what it must be on
-# both workers.
 def are_adapters(names: list[str]) -> bool:
     """Return whether these name the adapters of the four linear layers of a block, and no more."""
     layers = ("qkv", "out", "up", "down")
@@ -75,6 +73,8 @@ def are_adapters(names: list[str]) -> bool:
     return set(names) == parts
 
 
+# By heading: what is looked at in the script's own names when it has ended, and what it must be on
+# both workers.
 LOOKS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "The script": ("model.stats().samples", lambda a, b: SAMPLES <= a + b < 2 * SAMPLES),
     "Learning-rate schedules": (
