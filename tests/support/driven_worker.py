@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any, TypeVar
 
+import msgspec
+
 from gossipdp.graph.constants import Constants, LiveGraph
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.actions import Send
@@ -27,19 +29,11 @@ def member(rank: int, status: Status = Status.ALIVE, incarnation: int = 0) -> Me
     return Member(rank, incarnation, 70 + rank, status, "10.0.0.1", 4000 + rank)
 
 
-def protocol_of(
-    rank: int,
-    *,
-    incarnation: int = 0,
-    process_id: int | None = None,
-    status: Status = Status.ALIVE,
-    constants: Constants = RING,
-    **changes: Any,
-) -> WorkerProtocol:
-    """Make the protocol of one worker of a ring of six, or as ``changes`` say."""
-    process_id = 70 + rank if process_id is None else process_id
+def protocol_of(rank: int, *, constants: Constants = RING, **changes: Any) -> WorkerProtocol:
+    """Make one worker of a ring of six, or as ``changes`` of its record and arguments say."""
+    own = {name: changes.pop(name) for name in Member.__struct_fields__ if name in changes}
     arguments: dict[str, Any] = {
-        "own": Member(rank, incarnation, process_id, status, "10.0.0.1", 4000 + rank),
+        "own": msgspec.structs.replace(member(rank), **own),
         "graph": LiveGraph(constants),
         "method": "a2cid2",
         "timeout_s": TIMEOUT_S,

@@ -51,22 +51,16 @@ def quietly(model: GossipDataParallel, meet: Callable[[str], None], look: Callab
 def z_of(model: GossipDataParallel) -> Tensor:
     """Return z of all that is averaged, in float64: what this worker would bring just now."""
     values = []
-    for chunk in averaged_chunks(model):
+    for chunk in model._worker._state.averaged_chunks:
         room = torch.empty(chunk.num_elements, dtype=chunk.pending.dtype)
         chunk.read_z(room)
-        values.append(room)
-    return torch.cat([each.double() for each in values])
+        values.append(room.double())
+    return torch.cat(values)
 
 
 def x_of(model: GossipDataParallel) -> Tensor:
     """Return the values that the module holds, in the order of :func:`z_of`."""
-    return torch.cat([chunk.x for chunk in averaged_chunks(model)])
-
-
-def averaged_chunks(model: GossipDataParallel) -> Any:
-    """Return the chunks that are averaged, copied ones left out."""
-    worker: Any = model._worker
-    return worker._state.averaged_chunks
+    return torch.cat([chunk.x for chunk in model._worker._state.averaged_chunks])
 
 
 def assert_is_mean(average: Tensor, brought: list[Tensor]) -> None:

@@ -133,15 +133,11 @@ class World:
     def tcp(self, rank: int, *, secret: bytes = b"secret", port: int = 0, **changes: Any) -> Node:
         own = Identity.__struct_fields__
         options = {name: changes.pop(name) for name in list(changes) if name not in own}
-        listener = listen("127.0.0.1", port)
-        address = listener.getsockname()
-        handler = Recorder()
-        transport = TcpTransport(
-            handler, self.identity(rank, **changes), secret, listener, **options
-        )
-        node = Node(handler, transport, *address, rank)
-        self.nodes.append(node)
-        return node
+        listener, handler = listen("127.0.0.1", port), Recorder()
+        identity = self.identity(rank, **changes)
+        transport = TcpTransport(handler, identity, secret, listener, **options)
+        self.nodes.append(Node(handler, transport, *listener.getsockname(), rank))
+        return self.nodes[-1]
 
     def tls(self, rank: int, **changes: Any) -> Node:
         """As ``tcp``, with the run's certificate and key; ``tls=`` gives others."""

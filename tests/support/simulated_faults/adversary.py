@@ -89,16 +89,13 @@ class _Network(FaultyNetwork):
         super().__init__(*arguments)
 
     def answer(self, rank: int, peer: int) -> Any:
-        if peer not in self.workers:
-            return "refused"  # nobody is there: it was made up
-        return super().answer(rank, peer)
+        # Where nobody is, a member was made up.
+        return super().answer(rank, peer) if peer in self.workers else "refused"
 
     def sends(self, rank: int, begin: Begin) -> Data:
         if rank == self.adversary.rank and self._lies("stall"):
             return "nothing"
-        if rank == self.adversary.rank and self._lies("lengths"):
-            return "refused"
-        return super().sends(rank, begin)
+        return "refused" if rank == self.adversary.rank and self._lies("lengths") else "all"
 
     def carries(self, rank: int, peer: int, envelope: say.Envelope) -> say.Envelope | Loss:
         self.num_sent[rank] += 1
@@ -154,11 +151,9 @@ class _Network(FaultyNetwork):
 
     def _member(self) -> Member:
         random = self.random
-        rank = random.choice(
-            [*range(NUM_WORKERS), NUM_WORKERS, random.randrange(NUM_WORKERS, 300), MAX_RANK]
-        )
+        ranks = [*range(NUM_WORKERS + 1), random.randrange(NUM_WORKERS, 300), MAX_RANK]
         return Member(
-            rank,
+            rank := random.choice(ranks),
             incarnation=random.choice([0, 1, 2, 900, 2**30, MAX_INCARNATION]),
             process_id=random.choice([rank, random.getrandbits(40)]),
             status=random.choice(list(Status)),
@@ -231,9 +226,8 @@ def run_adversary(adversary: Adversary) -> list[str]:
     if adversary.is_ever_done:
         engine.at(engine.now + random.random(), partial(network.done, adversary.rank))
     begin_s = engine.now + 1.0
-    longest_end_s = LONGEST_END_S * (
-        1 if {"members", "epochs"}.isdisjoint(adversary.lies) else TIMES_WITH_GHOSTS
-    )
+    has_ghosts = not {"members", "epochs"}.isdisjoint(adversary.lies)
+    longest_end_s = LONGEST_END_S * (TIMES_WITH_GHOSTS if has_ghosts else 1)
     while not set(honest) <= set(network.left) and engine.now < begin_s + 2 * longest_end_s:
         look()
     messages_per_s = max(network.num_sent[rank] for rank in honest) / engine.now
@@ -247,8 +241,7 @@ def run_adversary(adversary: Adversary) -> list[str]:
         )
         if found > most
     ]
-    missing = [rank for rank in honest if rank not in network.left]
-    if missing:
+    if missing := [rank for rank in honest if rank not in network.left]:
         broken.append(f"ranks {missing} never left")
     if set(network.superseded) & set(honest):
         broken.append(f"ranks {network.superseded} gave way to somebody who is not there")

@@ -121,8 +121,7 @@ class Links(Mapping[int, Any]):
         self._peers, self._link = peers, link
 
     def __getitem__(self, peer: int) -> Any:
-        found = self._link(peer)
-        if found is None:
+        if (found := self._link(peer)) is None:
             raise KeyError(peer)
         return found
 
