@@ -17,18 +17,19 @@ KILL_NOTICED_S = 1.0
 STOP_NOTICED_S = 6.0
 
 
-def make_network(graph_name: str = "ring", num_workers: int = 8, seed: int = 0) -> FaultyNetwork:
-    random = Random(seed)
-    constants = Constants.of(build_graph(graph_name, num_workers))
-    return FaultyNetwork(
-        make_workers(constants, seed=seed, timeout_s=TIMEOUT_S, num_chunks=3),
-        constants.edges,
-        Conditions(
-            latency_s=lambda sender, receiver: random.uniform(0.0005, 0.01),
-            transfer_s=lambda sender, receiver: 0.05,
-            step_s=lambda rank: random.uniform(0.15, 0.25),
-        ),
+def make_network(graph: str = "ring", num_workers: int = 8, until: float = 5.0) -> FaultyNetwork:
+    """Make a network whose workers have trained until then."""
+    random = Random(0)
+    constants = Constants.of(build_graph(graph, num_workers))
+    conditions = Conditions(
+        latency_s=lambda *_: random.uniform(0.0005, 0.01),
+        transfer_s=lambda *_: 0.05,
+        step_s=lambda _: random.uniform(0.15, 0.25),
     )
+    workers = make_workers(constants, seed=0, timeout_s=TIMEOUT_S, num_chunks=3)
+    network = FaultyNetwork(workers, constants.edges, conditions)
+    network.engine.run(until=until)
+    return network
 
 
 def running(network: FaultyNetwork) -> dict[int, WorkerProtocol]:
@@ -80,8 +81,7 @@ def check_end(network: FaultyNetwork) -> None:
     ("graph_name", "victim"), [("ring", 3), ("star", 0), ("exponential", 0), ("path", 3)]
 )
 def test_a_kill_is_known_to_all_within_a_second(graph_name, victim):
-    network = make_network(graph_name)
-    network.engine.run(until=10.0)
+    network = make_network(graph_name, until=10.0)
     network.crash(victim)
     run_on(network, KILL_NOTICED_S)
     assert who_know_dead(network, victim) == set(running(network))
@@ -91,8 +91,7 @@ def test_a_kill_is_known_to_all_within_a_second(graph_name, victim):
 
 @pytest.mark.parametrize(("graph_name", "victim"), [("star", 0), ("ring", 3)])
 def test_a_stop_is_known_to_all_within_six_seconds_and_costs_no_parameters(graph_name, victim):
-    network = make_network(graph_name)
-    network.engine.run(until=10.0)
+    network = make_network(graph_name, until=10.0)
     network.stall(victim, 30.0)
     run_on(network, TIMEOUT_S - 1.0)
     assert who_know_dead(network, victim) == set()
@@ -115,7 +114,6 @@ def expect_no_death(network: FaultyNetwork, until: float) -> None:
 
 def test_one_bad_link_declares_nobody_dead():
     network = make_network("ring", 6)
-    network.engine.run(until=5.0)
     network.partition([[0], [1]], until=75.0)
     expect_no_death(network, 100.0)
     # Asked ever more rarely: a question for every five seconds would be over a hundred.
@@ -126,7 +124,6 @@ def test_one_bad_link_declares_nobody_dead():
 def test_a_firewall_between_two_workers_costs_that_edge_alone():
     """Its dials are refused as those of a dead worker are: they brought a death each."""
     network = make_network("ring", 6)
-    network.engine.run(until=5.0)
     network.reject(0, 1, until=1000.0)
     expect_no_death(network, 65.0)
     assert network.num_messages["AskLife"] < 40
@@ -146,7 +143,6 @@ def test_a_firewall_between_two_workers_costs_that_edge_alone():
 @pytest.mark.parametrize("graph_name", ["ring", "star"])
 def test_both_halves_of_a_partition_go_on_and_merge(graph_name):
     network = make_network(graph_name)
-    network.engine.run(until=5.0)
     halves = [(0, 1, 2, 5), (3, 4, 6, 7)]
     network.partition(halves, until=45.0)
     network.engine.run(until=20.0)
@@ -161,7 +157,6 @@ def test_both_halves_of_a_partition_go_on_and_merge(graph_name):
 
 def test_down_to_one_worker_and_to_the_end():
     network = make_network("ring", 5)
-    network.engine.run(until=5.0)
     for victim in (2, 0, 4):
         network.crash(victim)
         run_on(network, 3.0)
@@ -179,7 +174,6 @@ def test_down_to_one_worker_and_to_the_end():
 def test_a_stop_in_the_end_does_not_hold_it_up(has_begun):
     """Stop one that still trains, or the leader in the midst of consolidation."""
     network = make_network("ring", 6)
-    network.engine.run(until=5.0)
     victim = 0 if has_begun else 2
     for rank in network.workers:
         if has_begun or rank != victim:
@@ -194,8 +188,7 @@ def test_a_stop_in_the_end_does_not_hold_it_up(has_begun):
 
 @pytest.mark.parametrize("wait_s", [0.02, 8.0])
 def test_a_restarted_worker_is_back_at_once(wait_s):
-    network = make_network()
-    network.engine.run(until=10.0)
+    network = make_network(until=10.0)
     network.crash(3)
     run_on(network, wait_s)
     network.join(network.new_process(3, 1000, asked=0))

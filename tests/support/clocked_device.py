@@ -266,15 +266,12 @@ class ClockedDevice(QueuedDevice):
         return _Mark(self)
 
     def pinned(self, num_bytes: int) -> Tensor:
-        with _disable_current_modes():
-            pinned = torch.full((num_bytes,), 255, dtype=torch.uint8)
-        self.adopt(pinned, is_pinned=True)
-        return pinned
+        return self.room(num_bytes, is_pinned=True)
 
-    def room(self, num_bytes: int) -> Tensor:
+    def room(self, num_bytes: int, *, is_pinned: bool = False) -> Tensor:
         with _disable_current_modes():
             room = torch.full((num_bytes,), 255, dtype=torch.uint8)
-        self.adopt(room)
+        self.adopt(room, is_pinned=is_pinned)
         return room
 
     def holds(self, values: Tensor) -> bool:
@@ -370,10 +367,8 @@ class _Watched(TorchDispatchMode):
         return outcome
 
 
-def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
     """Pair the arguments of an operation that were given with what its schema says of them."""
     arguments = func._schema.arguments
-    yield from zip(arguments, args, strict=False)
-    for argument in arguments:
-        if argument.name in kwargs:
-            yield argument, kwargs[argument.name]
+    named = ((each, kwargs[each.name]) for each in arguments if each.name in kwargs)
+    return [*zip(arguments, args, strict=False), *named]

@@ -139,27 +139,22 @@ def _counts(
     def tell(change: Callable[[WorkerProtocol, float], list[Action]]) -> None:
         network.perform(bad, change(workers[bad], network.engine.now))
 
-    begins: dict[What, Callable[[], None]] = {
-        "stop": lambda: network.stall(bad, event.lasts_s),
-        "kill": lambda: network.crash(bad),
-        "held": lambda: tell(WorkerProtocol.hold),
-        "poisoned": lambda: tell(WorkerProtocol.poisoned),
-    }
-    if bad in workers and what in begins:
-        network.engine.at(event.begins_s, begins[what])
-    ends: dict[What, Callable[[], None]] = {
-        "held": lambda: tell(WorkerProtocol.release),
-        "kill": lambda: network.join(network.new_process(bad, 1000 + seed, others[0])),
-    }
-    if bad in workers and what in ends:
-        network.engine.at(ends_s, ends[what])
+    changes: list[tuple[What, float, Callable[[], None]]] = [
+        ("stop", event.begins_s, lambda: network.stall(bad, event.lasts_s)),
+        ("kill", event.begins_s, lambda: network.crash(bad)),
+        ("kill", ends_s, lambda: network.join(network.new_process(bad, 1000 + seed, others[0]))),
+        ("held", event.begins_s, lambda: tell(WorkerProtocol.hold)),
+        ("held", ends_s, lambda: tell(WorkerProtocol.release)),
+        ("poisoned", event.begins_s, lambda: tell(WorkerProtocol.poisoned)),
+    ]
+    for kind, at_s, change in changes:
+        if bad in workers and kind == what:
+            network.engine.at(at_s, change)
     counts: dict[int, list[int]] = {rank: [] for rank in others}
-    before = dict.fromkeys(counts, 0)
     for window in range(1, round(until_s / WINDOW_S) + 1):
         network.engine.run(until=window * WINDOW_S)
         for rank, windows in counts.items():
             worker = network.workers[rank]
             now = worker.exchanges_initiated + worker.exchanges_answered
-            windows.append(now - before[rank])
-            before[rank] = now
+            windows.append(now - sum(windows))
     return counts
