@@ -15,7 +15,6 @@ benchmarks/results/many.json and large.json are of version 0.2.0.dev0, which had
 """
 
 import argparse
-import functools
 import hashlib
 import json
 import os
@@ -26,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -281,14 +281,9 @@ def main() -> int:
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         try:
-            ends = launch(
-                train,
-                arguments.workers,
-                (Path(directory), arguments, began_s),
-                max_restarts=1,
-                timeout_s=LIMIT_S,
-                on_failure=functools.partial(end_at_the_second, []),
-            )
+            what, on_failure = (Path(directory), arguments, began_s), partial(end_at_the_second, [])
+            limits: dict[str, Any] = {"max_restarts": 1, "timeout_s": LIMIT_S}
+            ends = launch(train, arguments.workers, what, on_failure=on_failure, **limits)
         except WorkerFailedError as error:
             problems.append(str(error))
     problems += problems_of(ends, arguments.longest_ms)

@@ -66,13 +66,9 @@ def main(directory: Path) -> None:
     kinds, threads = open_things()
     net = make_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
-    model = GossipDataParallel(
-        net,
-        optimizer,
-        graph="ring",  # it has momentum
-        network=Network(start_timeout_s=300),
-        checkpoints=Checkpoints(directory / "checkpoints", every_steps=STEPS_PER_CHECKPOINT),
-    )
+    saving = Checkpoints(directory / "checkpoints", every_steps=STEPS_PER_CHECKPOINT)
+    options = {"network": Network(start_timeout_s=300), "checkpoints": saving}
+    model = GossipDataParallel(net, optimizer, graph="ring", **options)  # it has momentum
     name = f"{model.rank}-{os.getpid()}"
     asked = directory / f"asked-{model.rank}"
     has_exchanged = False

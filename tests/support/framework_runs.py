@@ -60,25 +60,12 @@ def save_under_transformers(folder: str) -> dict[str, Any]:
     from gossipdp.integrations import single_process
     from gossipdp.integrations.transformers import GossipCallback
 
+    steps = {"max_steps": 4, "save_steps": 2, "logging_steps": 2, "gradient_accumulation_steps": 2}
+    options = {"per_device_train_batch_size": 4, "report_to": "none", "disable_tqdm": True}
     with single_process() as worker:
-        args = TrainingArguments(
-            folder,
-            use_cpu=True,
-            seed=worker.seed,
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
-            max_steps=4,
-            save_steps=2,
-            logging_steps=2,
-            report_to="none",
-            disable_tqdm=True,
-        )
-    trainer = Trainer(
-        scaled(torch.nn.Linear(2, 1)),
-        args,
-        train_dataset=[{"inputs": torch.ones(2)}] * 64,
-        callbacks=[gossip := GossipCallback()],
-    )
+        args = TrainingArguments(folder, use_cpu=True, seed=worker.seed, **steps, **options)
+    model, data = scaled(torch.nn.Linear(2, 1)), [{"inputs": torch.ones(2)}] * 64
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[gossip := GossipCallback()])
     trainer.train()
     is_first = trainer.state.is_world_process_zero
     return {"saves": args.save_strategy.value, "is_first": is_first, **counts_of(gossip.model)}
@@ -124,15 +111,10 @@ def save_under_lightning(folder: str) -> dict[str, Any]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
+    steps = {"max_steps": 4, "accumulate_grad_batches": 2, "enable_progress_bar": False}
     with single_process():
         strategy = GossipStrategy()
-        trainer = lightning.Trainer(
-            strategy=strategy,
-            max_steps=4,
-            accumulate_grad_batches=2,
-            default_root_dir=folder,
-            enable_progress_bar=False,
-        )
+        trainer = lightning.Trainer(strategy=strategy, default_root_dir=folder, **steps)
     trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(64, 2), batch_size=4))
     trainer.save_checkpoint(f"{folder}/final-{strategy.gossip.rank}.ckpt")
     return {"is_first": trainer.is_global_zero, **counts_of(strategy.gossip)}

@@ -147,14 +147,10 @@ def wrapped(
 
 def train(mesh: DeviceMesh, directory: Path, save: str) -> Seen:
     """Run over gossip, from the wrapper to the consolidated model; ``save`` is a program."""
-    model, net, optimizer = wrapped(
-        dist.get_rank(),
-        mesh,
-        budget_samples=BUDGET,
-        exchange=Exchange(pace="strict", moments={"exp_avg": 1, "exp_avg_sq": 2}),
-        comm_rate=2.0,
-        checkpoints=Checkpoints(directory / "run", every_steps=5),
-    )
+    exchange = Exchange(pace="strict", moments={"exp_avg": 1, "exp_avg_sq": 2})
+    options: dict[str, Any] = {"exchange": exchange, "comm_rate": 2.0, "budget_samples": BUDGET}
+    options["checkpoints"] = Checkpoints(directory / "run", every_steps=5)
+    model, net, optimizer = wrapped(dist.get_rank(), mesh, **options)
     seen = Seen(model.rank, model.world_size, 0, model.worker_seed)
     for batch in model.batches(loader(model.worker_seed)):
         step(model, optimizer, batch)
