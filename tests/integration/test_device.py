@@ -3,18 +3,18 @@
 import contextlib
 import itertools
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from clocked_device import ClockedDevice
 from torch import nn
 
 from gossipdp import Checkpoints, Exchange, GossipDataParallel, Network
+from gossipdp.dynamics.state import State
+from gossipdp.parallel import flat_parameters
 
 pytestmark = pytest.mark.processes
-SUPPORT = str(Path(__file__).parents[1] / "support")
 CUDA = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
@@ -44,20 +44,14 @@ def enter(kind: str, stack: contextlib.ExitStack) -> Any:
     """Let this process's parameters be on such a device; return the stand-in."""
     if kind != "stand-in":
         return None
-    sys.path.insert(0, SUPPORT)
-    from clocked_device import ClockedDevice
-
-    from gossipdp.dynamics import state
-    from gossipdp.parallel import flat_parameters
-
     device = ClockedDevice(is_strict=False)
 
-    class State(state.State):
+    class DeviceState(State):
         def __init__(self, segments, moments):
             super().__init__(segments, device, moments=moments)
             device.adopt_state(self)
 
-    flat_parameters.State = State
+    flat_parameters.State = DeviceState  # type: ignore[misc]
     stack.enter_context(device.used())
     return device
 

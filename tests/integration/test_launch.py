@@ -13,23 +13,21 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 from run_processes import wait_until_gone
 from waiting import FOR_EVER_S, wait_until
 
 from gossipdp.errors import WorkerFailedError
 from gossipdp.launcher import supervisor
+from gossipdp.launcher.environment import Environment
 from gossipdp.launcher.local import launch
+from gossipdp.launcher.rendezvous import Rendezvous, Settings
 
 pytestmark = pytest.mark.processes
 
 
 def all_reduce_beside_a_rendezvous(rendezvous_first: bool) -> tuple:
-    import torch
-    import torch.distributed as dist
-
-    from gossipdp.launcher.environment import Environment
-    from gossipdp.launcher.rendezvous import Rendezvous, Settings
-
     def reduce() -> float:
         told = () if rendezvous_first else ("RANK", "WORLD_SIZE")  # to the group, as by mp.spawn
         told = {name.lower(): int(os.environ.pop(name)) for name in told}
@@ -67,9 +65,6 @@ def test_workers_meet_beside_the_users_own_process_group(workers, rendezvous_fir
 
 
 def arrive_alone() -> None:
-    from gossipdp.launcher.environment import Environment
-    from gossipdp.launcher.rendezvous import Rendezvous
-
     if os.environ["RANK"] == "1":
         Rendezvous.open(Environment.read(), timeout_s=0.5)
 
