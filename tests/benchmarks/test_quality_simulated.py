@@ -5,16 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from quality_simulated import (
-    ROWS,
-    Runs,
-    Setting,
-    as_row,
-    paired_difference,
-    result_of,
-    tables,
-    tune,
-)
+import quality_simulated
+from quality_simulated import ROWS, Runs, Setting, paired_difference, result_of, tables
 from support.coded_rows import coded_exchanges
 from support.finished_runs import MOST_WIDENINGS
 
@@ -32,7 +24,7 @@ def test_the_search_ends_where_the_loss_rises_both_ways(best):
         exponent = math.log2(rate / 0.01)
         return math.inf if exponent > 4.5 else abs(exponent - best)
 
-    assert tune(loss_at, 0.01) == pytest.approx(0.01 * 2.0**best)
+    assert quality_simulated.tune(loss_at, 0.01) == pytest.approx(0.01 * 2.0**best)
     assert asked[:2] == [0.01, 0.02], "upwards first: the best rates of gossip are high"
     assert len(set(asked)) == len(asked) <= 1 + MOST_WIDENINGS
 
@@ -52,8 +44,7 @@ def test_coded_exchanges_agree_as_exact_ones_do_and_keep_the_mean():
 
 
 @pytest.mark.parametrize(
-    ("theirs", "expected"),
-    [([2.0, 2.0], "+1.00% ± 0.00% (2 seeds)"), ([2.0], "too few seeds")],
+    ("theirs", "expected"), [([2.0, 2.0], "+1.00% ± 0.00% (2 seeds)"), ([2.0], "too few seeds")]
 )
 def test_paired_differences_are_over_seeds_that_both_have(theirs, expected):
     ours = [run_of(0.1, seed, 2.02) for seed in range(2)]
@@ -94,7 +85,7 @@ def test_runs_are_kept_and_compared_over_the_seeds_that_both_rows_have(tmp_path)
     # The one seed that both have: 2.0 against 1.6.
     assert list(table.rows[1][:5]) == ["gossip, H = 8", "3.000", "+25.0%", "1.414", "2"]
     assert runs.settings() == [setting]
-    assert as_row("x", [run_of(0.1, 0, 2.0)], math.nan)[2] == ""
+    assert quality_simulated.as_row("x", [run_of(0.1, 0, 2.0)], math.nan)[2] == ""
     # Of two workers and ten steps of the fastest one took five: 15 models in the time of 20 steps.
     assert table.rows[1][-1] == "0.750"
 
