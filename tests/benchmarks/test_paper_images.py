@@ -62,8 +62,7 @@ def test_a_judged_model_has_the_statistics_of_its_own_activations(task):
 def test_all_rows_train_on_equally_many_samples(task):
     steps = {}
     for name, row in ROWS.items():
-        scenario = task.scenario(row, 0)
-        trace = simulate(scenario, row.method)
+        trace = simulate(task.scenario(row, 0), row.method)
         steps[name] = trace.records[-1].gradient_steps
         assert all(record.drift < 1e-4 for record in trace.records)
     expected = task.setting.steps * task.setting.workers
@@ -76,14 +75,13 @@ def test_the_benchmark_goes_on_where_it_was(tmp_path, monkeypatch):
     write_fashion_mnist(tmp_path, num_train=64, num_test=32)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("support.report.RESULTS", tmp_path / "results")
-    common = ["paper_images.py", "--data", ".", "--workers", "4", "--epochs", "1"]
-    common += ["--batch-size", "4", "--seeds", "2"]
-    monkeypatch.setattr("sys.argv", [*common, "--rows", ACCELERATED])
+    words = ["paper_images.py", "--data", ".", "--workers", "4", "--epochs", "1"]
+    words += ["--batch-size", "4", "--seeds", "2", "--rows", ACCELERATED]
+    monkeypatch.setattr("sys.argv", words)
     main()
     path = tmp_path / "results" / "paper_images.jsonl"
-    runs = Runs(path)
     setting = Task(tmp_path, workers=4, epochs=1, batch_size=4).setting
-    found = runs.of_row("simulated", ACCELERATED, setting)
+    found = Runs(path).of_row("simulated", ACCELERATED, setting)
     assert [run["seed"] for run in found] == [0, 1]
     before = path.read_bytes()
     monkeypatch.setattr(Task, "scenario", None)  # no run is made again
@@ -106,11 +104,13 @@ def test_time_by_the_simulators_clock(tmp_path, monkeypatch):
     alike, straggler = table.rows
     # 50 steps of 40 ms, the slowest of eight some percent more; an all-reduce takes 7 ms.
     assert (alike[0], straggler[0]) == ("8, alike", "8, straggler")
-    by = {run["kind"]: run["seconds"] for run in runs.of(row=ALL_REDUCE)}
-    assert 2.3 < by["alike"] < 3
-    assert by["straggler"] > 3.8
-    by = {run["kind"]: run["seconds"] for run in runs.of(row=ACCELERATED)}
-    assert by == pytest.approx({"alike": 2, "straggler": 2 / 0.9375}, rel=0.05)
+    all_reduce, ours = (
+        {run["kind"]: run["seconds"] for run in runs.of(row=row)}
+        for row in (ALL_REDUCE, ACCELERATED)
+    )
+    assert 2.3 < all_reduce["alike"] < 3
+    assert all_reduce["straggler"] > 3.8
+    assert ours == pytest.approx({"alike": 2, "straggler": 2 / 0.9375}, rel=0.05)
     slow, fast = (int(part) for part in straggler[5].split(" / "))
     assert slow == pytest.approx(fast / 2, rel=0.1)
 

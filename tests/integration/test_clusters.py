@@ -1,7 +1,6 @@
 """Under another launcher: torchrun with one supervised worker a process; the Job's manifest."""
 
 from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -61,20 +60,13 @@ def test_under_torchrun_a_death_stays_one_death(tmp_path):
     assert "exitcode  : 1" in done.stderr
 
 
-def manifest() -> list[dict[str, object]]:
-    return list(yaml.safe_load_all((CLUSTERS / "kubernetes_job.yaml").read_text()))
-
-
-def test_the_manifest_has_the_form_of_its_kinds():
-    documents = manifest()
+def test_the_manifest_has_the_form_of_its_kinds_and_mounts_the_directory_that_it_names_for_tls():
+    documents = list(yaml.safe_load_all((CLUSTERS / "kubernetes_job.yaml").read_text()))
     assert [document["kind"] for document in documents] == ["Service", "Job"]
     for version in ("1.30", "1.33"):
         for document in documents:
             kubernetes_validate.validate(document, version, strict=True)
-
-
-def test_the_job_mounts_the_directory_that_it_names_for_tls():
-    pod: Any = manifest()[1]["spec"]["template"]["spec"]  # type: ignore[index]
+    pod = documents[1]["spec"]["template"]["spec"]
     (worker,), (volume,) = pod["containers"], pod["volumes"]
     command = worker["command"]
     mount = {"name": volume["name"], "mountPath": command[command.index("--tls") + 1]}

@@ -15,10 +15,8 @@ EXAMPLES = ROOT / "examples"
 BIN = Path(sys.executable).parent
 # Two workers: each is a new interpreter, seconds of CPU time until it has torch.
 RUN = [str(BIN / "gossipdp"), "run", "-n", "2"]
-TORCHRUN = [
-    str(BIN / "torchrun"), "--nproc-per-node", "2", "--rdzv-backend", "c10d",
-    "--rdzv-endpoint", "127.0.0.1:0",
-]  # fmt: skip
+TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+TORCHRUN += ["--rdzv-endpoint", "127.0.0.1:0"]
 
 
 def run(
