@@ -108,19 +108,6 @@ def runs(hosts: Hosts, tmp_path: Path) -> Iterator[list[RunCommand]]:
         run.stop()
 
 
-def wait_for_first_steps(directory: Path, runs: list[RunCommand]) -> None:
-    tails = [LogReader(worker_file(directory, rank)) for rank in range(NUM_WORKERS)]
-    while tails:
-        for run in runs:
-            assert run.process.poll() is None, run.output.read_text()
-        tails = [
-            tail
-            for tail in tails
-            if not any(isinstance(record, CountsRecord) for record in tail.read_new())
-        ]
-        time.sleep(0.1)
-
-
 def exchanges(log: WorkerLog, with_ranks: set[int], from_s: float, to_s: float) -> int:
     """Return the number with these workers, recorded between two times in seconds since 1970."""
     counts = [
@@ -134,7 +121,9 @@ def exchanges(log: WorkerLog, with_ranks: set[int], from_s: float, to_s: float) 
 @pytest.mark.timeout(300)
 def test_both_halves_go_on_and_merge_when_the_partition_heals(hosts, runs, tmp_path):
     directory = tmp_path / "run"
-    wait_for_first_steps(directory, runs)
+    for rank in range(NUM_WORKERS):
+        log = LogReader(worker_file(directory, rank))
+        runs[0].wait_for(lambda log=log: CountsRecord in map(type, log.read_new()))
     time.sleep(CUT_AT_S)
     hosts.cut()
     cut_s = time.time()

@@ -36,10 +36,6 @@ def train(choice: Any) -> tuple[Tensor, Tensor, int]:
     return torch.cat(moments), torch.cat(parameters), model.stats().exchanges_failed
 
 
-def train_apart_and_together() -> Any:
-    return train(False), train({"exp_avg_sq": 1})
-
-
 def spread(results: Any) -> float:
     """Return the standard deviation over workers as a share of their mean, over coordinates."""
     held = torch.stack([each for each, _, _ in results]).double()
@@ -47,7 +43,8 @@ def spread(results: Any) -> float:
 
 
 def test_second_moments_of_workers_with_different_data_come_together(workers):
-    apart, results = zip(*workers(train_apart_and_together, 2), strict=True)
+    both = workers(lambda: (train(False), train({"exp_avg_sq": 1})), 2)
+    apart, results = zip(*both, strict=True)
     assert spread(apart) > 0.5
     # In 60 steps of beta2 = 0.98 each worker's own data make 70% of what it would hold alone.
     assert spread(results) < 0.2 * spread(apart)

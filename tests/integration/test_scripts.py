@@ -26,16 +26,13 @@ def run(
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
-def first_script(page: str) -> str:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)[0]
-
-
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
 @pytest.mark.parametrize("command", [RUN, TORCHRUN], ids=["gossipdp run", "torchrun"])
 def test_the_first_script_of_a_page_runs_without_a_warning(command, page, tmp_path):
     """Warnings of Python's are errors; those of the library's log go to the standard error."""
     script = tmp_path / "train.py"
-    script.write_text(first_script(page))
+    first, *_ = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
+    script.write_text(first)
     variables = VARIABLES | {"OMP_NUM_THREADS": "1"}  # else torchrun says that it sets it
     done = run([*command, str(script)], variables, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -50,10 +50,6 @@ class Reaching:
     def file(self) -> str:
         return self.name.partition("::")[0]
 
-    @property
-    def num_lines(self) -> int:
-        return sum(bits.bit_count() for bits in self.lines.values())
-
 
 class Recorder:
     """Plugin of pytest that writes what the tests of a process reach to ``output``."""
@@ -261,7 +257,8 @@ def _distance(test: Reaching, fault: Fault) -> tuple[bool, int, int, str]:
     file, source = Path(test.file), Path(fault.file)
     is_namesake = file.stem == f"test_{source.stem}" and file.parent.name == source.parent.name
     folder = FOLDERS.index(file.parts[1]) if file.parts[1] in FOLDERS else len(FOLDERS)
-    return not is_namesake, folder, test.num_lines, test.name
+    num_lines = sum(bits.bit_count() for bits in test.lines.values())
+    return not is_namesake, folder, num_lines, test.name
 
 
 def _digest(*paths: Path) -> str:

@@ -34,14 +34,11 @@ class ListedSkips:
             del report.wasxfail
         elif report.outcome == "skipped":
             reason = report.longrepr[2].removeprefix("Skipped: ")
-            if not self._is_listed(report.nodeid, reason):
+            names = names_of(report.nodeid)
+            if not any(name in names and fnmatchcase(reason, why) for name, why in self.entries):
                 report.outcome = "failed"
                 report.longrepr = f"skipped, which {self._path.name} does not list: {reason}"
         return report
-
-    def _is_listed(self, nodeid: str, reason: str) -> bool:
-        names = names_of(nodeid)
-        return any(name in names and fnmatchcase(reason, why) for name, why in self.entries)
 
 
 def names_of(nodeid: str) -> set[str]:

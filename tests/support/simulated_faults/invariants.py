@@ -226,9 +226,11 @@ class Invariants:
             one, other = committed.outcome, averaged.committed[live[0]].outcome
             same = _numbers(one) == _numbers(other)
             self._expect(same, "all hold the same bits", rank, f"{one} is not {other}")
+            entries, _ = worker.progress.news()
             for number in live:
                 peer = network.workers[number]
-                known = _steps_of(worker, peer.membership.own.process_id)
+                process_id = peer.membership.own.process_id
+                known = sum(each.steps for each in entries if each.process_id == process_id)
                 true = self._ledger.steps[number] - self._seen[peer].steps_before
                 details = f"{known} steps are known of rank {number}, which took {true}"
                 self._expect(known == true, "progress is whole at the end", rank, details)
@@ -256,8 +258,3 @@ class Invariants:
 
 def _numbers(outcome: Outcome) -> tuple[int, float]:
     return outcome.num_workers, outcome.consensus_distance
-
-
-def _steps_of(worker: WorkerProtocol, process_id: int) -> int:
-    entries, _ = worker.progress.news()
-    return sum(entry.steps for entry in entries if entry.process_id == process_id)
