@@ -87,8 +87,7 @@ def test_the_outer_step_is_nesterovs():
     momentum, rate = quality_rows.OUTER_MOMENTUM, quality_rows.OUTER_RATE
     expected = start + rate * (1 + momentum) * first
     expected += rate * (second + momentum * (momentum * first + second))
-    after = nn.utils.parameters_to_vector(net.parameters()).detach()
-    torch.testing.assert_close(after, expected)
+    torch.testing.assert_close(nn.utils.parameters_to_vector(net.parameters()).detach(), expected)
     net.weight.data.add_(1.0)  # the anchor stays where the outer step left it
     torch.testing.assert_close(outer.drift()[:6], torch.ones(6))
 

@@ -67,8 +67,7 @@ def test_runs_are_kept_and_compared_over_the_seeds_that_both_rows_have(tmp_path)
     first = Runs(path).find_row("gossip, H = 8", setting, 0.01, 0)
     # A worker of an asynchronous row is caught in the middle of its first step.
     assert first["gradient_steps"] == pytest.approx(2 * 10, abs=2)
-    again = Runs(path)
-    assert again.find_row("gossip, H = 8", setting, 0.01, 0) == first
+    assert Runs(path).find_row("gossip, H = 8", setting, 0.01, 0) == first
     assert len(path.read_text().splitlines()) == 1
 
     runs = Runs(tmp_path / "others.jsonl")

@@ -122,8 +122,7 @@ def test_restarts_and_joins_without_the_host_of_the_store(tmp_path, hosts):
     hosts.append(joiner)
     joiner.wait_for(lambda: len(joiner.workers()) == 1)
     assert joiner.events(joiner.workers()[0])["joined"][1] == "2"
-    said = first.output.read_text() + second.output.read_text()
-    assert "refused" not in said
+    assert "refused" not in first.output.read_text() + second.output.read_text()
     # Now the only one of the second host dies, and finds the joiner; its supervisor has been told
     # where that is, at the latest so much after it came.
     time.sleep(REPORT_INTERVAL_S + 1.0)

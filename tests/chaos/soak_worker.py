@@ -93,15 +93,13 @@ def main(directory: Path) -> None:
             if (directory / "end").exists():
                 break
     del stream, inputs, loss  # what came from a loader's process holds a descriptor
-    num_workers = int((directory / "end").read_text())
-    result = consolidate_openly(model, directory, num_workers)
-    stats = model.stats()
-    rank, exchanges = model.rank, stats.exchanges
+    result = consolidate_openly(model, directory, int((directory / "end").read_text()))
+    rank, stats = model.rank, model.stats()
     del model, optimizer
     kinds_left, threads_left = open_things()
     end = {
         "consolidated": asdict(result),
-        "exchanges": exchanges,
+        "exchanges": stats.exchanges,
         "exchanges_failed": stats.exchanges_failed,
         "descriptors_left": dict(kinds_left - kinds),
         "threads_left": list((Counter(threads_left) - Counter(threads)).elements()),

@@ -53,8 +53,7 @@ class Worker:
     def step(self, inputs: Any = None, pause_s: float = 0.005) -> None:
         self.optimizer.zero_grad()
         inputs = self.inputs if inputs is None else inputs
-        loss = nn.functional.cross_entropy(self.model(inputs), self.labels[: len(inputs)])
-        loss.backward()
+        nn.functional.cross_entropy(self.model(inputs), self.labels[: len(inputs)]).backward()
         self.optimizer.step()
         for member in self.protocol.membership.members():
             self.note(f"{member.rank} {member.status.name}")

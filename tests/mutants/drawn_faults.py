@@ -169,8 +169,7 @@ class _Finder(ast.NodeVisitor):
 
     def _add(self, kind: str, start: int, end: int, new: str) -> None:
         in_function = bool(self._functions)
-        fault = Fault(self._file, kind, (start, end), new, self._lines, in_function)
-        self.faults.append(fault)
+        self.faults.append(Fault(self._file, kind, (start, end), new, self._lines, in_function))
 
     def _replace(self, kind: str, node: ast.AST, new: str) -> None:
         self._add(kind, self._start(node), self._end(node), new)

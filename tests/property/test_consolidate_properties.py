@@ -200,8 +200,7 @@ class Ending(FaultyNetwork):
         """Start a process that knows what a live one does."""
         for first, second in [pair for pair in self._wires if rank in pair]:
             self.cut(first, second)
-        process_id = self.random.getrandbits(48)
-        worker = self.new_process(rank, process_id, asked, is_joining=False)
+        worker = self.new_process(rank, self.random.getrandbits(48), asked, is_joining=False)
         self.give_machine(worker)
         self.start(worker)
         self.engine.at(self.engine.now + self.draw_s(), partial(self.end_training, worker))

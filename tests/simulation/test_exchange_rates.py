@@ -72,8 +72,7 @@ def test_achieved_rate_counts_own_steps():
 
 
 def test_messages_are_bounded_with_ticks_in_phase():
-    network = train("torus", 36, num_steps=60, is_in_phase=True)
-    assert messages_per_exchange(network) < 8.0
+    assert messages_per_exchange(train("torus", 36, num_steps=60, is_in_phase=True)) < 8.0
 
 
 @pytest.mark.parametrize(
