@@ -44,7 +44,7 @@ CONDITIONS = "calm,moving,kills10,kills10_moving"
 ROWS = "gossipdp,ddp,ddp_torchft,local_sgd_torchft@16,diloco_torchft@16,local_sgd@16"
 CHOICES = RESULTS / "race_choices.json"
 TUNING_SEED = 0
-QUICK_SECONDS, QUICK_STRETCH, QUICK_CONDITIONS = 15.0, 0.2, "calm,kills10_moving"
+QUICK_SECONDS, QUICK_STRETCH, QUICK_CONDITIONS = (15.0, 40.0), 0.2, "calm,kills10_moving"
 MBITS_PER_S, BAD_MBITS_PER_S, FAST_MBITS_PER_S = 1_000.0, 100.0, 10_000.0
 CHECKPOINT_STEPS = 25
 """Steps from one checkpoint to the next, in the rows that take them."""
@@ -77,7 +77,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "restarts": {
         "heartbeat_ms": (500, 1_000, 2_000, 5_000),
         "join_ms": (100, 200, 400, 1_000),
-        "timeout_s": (2, 5, 10),
+        "timeout_s": (2, 5, 10, 30),
         "keeps_spares": (True, False),
     },
 }
@@ -278,7 +278,8 @@ def measure_all(benchmark: Race) -> None:
     """
     check_flags(benchmark)
     if benchmark.quick:
-        seconds, names = min(benchmark.seconds, QUICK_SECONDS), benchmark.conditions
+        seconds = min(benchmark.seconds, QUICK_SECONDS[benchmark.without_waits])
+        names = benchmark.conditions
         names = QUICK_CONDITIONS if names == CONDITIONS else names  # the others are in them
         quick: dict[str, Any] = {"seconds": seconds, "conditions": names, "stretch": QUICK_STRETCH}
         benchmark = replace(benchmark, rounds=1, **quick)
