@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 from drawn_faults import Fault
-from hypothesis import Phase, settings
 from tested_copies import PASSED, ROOT, SOURCE, Copy, run_tests
 
 FOLDERS = ("unit", "property", "simulation", "integration")
@@ -115,12 +114,6 @@ class Chosen:
         for name in reversed(names):
             self._places[name.partition("[")[0]] = self._places[name]
         self._known = frozenset(known)
-
-    def pytest_configure(self) -> None:
-        """Let a property end with the first example that fails: to shrink it takes minutes."""
-        phases = Phase.explicit, Phase.generate
-        settings.register_profile("first failure", settings(), phases=phases)
-        settings.load_profile("first failure")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None, Any, Any]:

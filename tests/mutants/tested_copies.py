@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import Phase, settings
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -56,6 +57,19 @@ class Copy:
 
     def __exit__(self, *_: object) -> None:
         self._directory.cleanup()
+
+
+class FirstFailure:
+    """Plugin of pytest: a property ends with the first example that fails.
+
+    To shrink the example may take minutes.
+    """
+
+    def pytest_configure(self) -> None:
+        """Begin."""
+        phases = Phase.explicit, Phase.generate
+        settings.register_profile("first failure", settings(), phases=phases)
+        settings.load_profile("first failure")
 
 
 def run_tests(
@@ -106,7 +120,7 @@ def _run_there(words: Sequence[str], root: Path, output: Path, plugins: Sequence
     library = importlib.import_module("gossipdp")
     assert Path(str(library.__file__)).is_relative_to(root), f"{library.__file__} is no copy"
     usual = ["-q", "--tb=short", "--assert=plain", "-n", "0", "-p", "no:cacheprovider"]
-    status = int(pytest.main([*usual, *words], list(plugins)))
+    status = int(pytest.main([*usual, *words], [FirstFailure(), *plugins]))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # threads that a failed test left behind may never end
