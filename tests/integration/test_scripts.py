@@ -42,16 +42,17 @@ def test_the_first_script_of_a_page_runs_without_a_warning(command, page, tmp_pa
     assert all(f"worker {rank}: " in done.stdout for rank in range(2))
 
 
+# No collective with tensors at the end: gloo's thread frees them when it comes to it, and if Python
+# ends meanwhile, that thread cannot have the interpreter's lock and ends the process (torch 2.13).
 BESIDE = """
 import runpy, sys
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
 runpy.run_path(sys.argv[2])
-ranks = [None, None]
-dist.all_gather_object(ranks, dist.get_rank())
+dist.barrier()
 dist.destroy_process_group()
-print(f"met {ranks}\\n", end="")  # one write a line: the workers share one standard output
+print("met\\n", end="")  # one write a line: the workers share one standard output
 """
 
 
@@ -61,7 +62,7 @@ def test_under_torchrun_an_example_trains_beside_a_process_group_of_the_script_s
     script.write_text(BESIDE)
     done = run([*TORCHRUN, str(script), str(tmp_path), str(EXAMPLES / "tied_transformer.py")])
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("met [0, 1]\n") == 2
+    assert done.stdout.count("met\n") == 2
     lines = [(tmp_path / f"worker-{rank}.txt").read_text() for rank in range(2)]
     assert len({line.split()[0] for line in lines}) == 1, lines
     assert all("of 2 workers" in line for line in lines)
