@@ -45,6 +45,7 @@ ROWS = "gossipdp,ddp,ddp_torchft,local_sgd_torchft@16,diloco_torchft@16,local_sg
 CHOICES = RESULTS / "race_choices.json"
 TUNING_SEED = 0
 QUICK_SECONDS, QUICK_STRETCH, QUICK_CONDITIONS = (15.0, 40.0), 0.2, "calm,kills10_moving"
+"""The seconds are of timed steps, and of steps without waits: a starved worker imports slowly."""
 MBITS_PER_S, BAD_MBITS_PER_S, FAST_MBITS_PER_S = 1_000.0, 100.0, 10_000.0
 CHECKPOINT_STEPS = 25
 """Steps from one checkpoint to the next, in the rows that take them."""

@@ -42,7 +42,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import reached_lines
 from drawn_faults import Fault, draw
@@ -142,6 +141,8 @@ def main() -> int:
     if not faults:
         return 0
     path = RESULTS / f"random-{arguments.number}-{seed}.json"
+    if arguments.second and not path.exists():
+        parser.error(f"--second needs {path.relative_to(ROOT)}: run the same without it first")
     killers = read_killers(path) if arguments.second else {}
     if arguments.second:
         faults = {number: fault for number, fault in faults.items() if number in killers}
@@ -200,10 +201,14 @@ def run(
     longest_s = max(test.seconds for test in chosen)
     with Copy() as root:
         (root / SOURCE / fault.file).write_text(fault.apply(text))
-        options: dict[str, Any] = {"options": ("-x", *MARKED), "plugins": [plugin]}
-        options["test_timeout_s"] = SLOWER * longest_s + LEAST_S
-        longest_s = SLOWER * (seconds + longest_s) + LEAST_S
-        code, output = run_tests(files, root, longest_s, **options)
+        code, output = run_tests(
+            files,
+            root,
+            SLOWER * (seconds + longest_s) + LEAST_S,
+            test_timeout_s=SLOWER * longest_s + LEAST_S,
+            options=("-x", *MARKED),
+            plugins=[plugin],
+        )
     by, is_late = first_failure(output)
     if code == PASSED:
         verdict, by = SURVIVED if len(chosen) == len(reaching) else CUT, ""

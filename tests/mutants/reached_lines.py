@@ -222,8 +222,14 @@ def _recorded(files: Sequence[str]) -> list[dict[str, Any]]:
     """Run the tests of these files and return their records."""
     with Copy() as root:
         output = root / "reached.json"
-        options: dict[str, Any] = {"options": MARKED, "plugins": [Recorder(output)]}
-        code, text = run_tests(files, root, RECORDING_S, test_timeout_s=SLOWEST_S, **options)
+        code, text = run_tests(
+            files,
+            root,
+            RECORDING_S,
+            test_timeout_s=SLOWEST_S,
+            options=MARKED,
+            plugins=[Recorder(output)],
+        )
         if not output.exists():
             sys.exit(f"nothing was recorded (status {code}):\n{text}")
         if code != PASSED:

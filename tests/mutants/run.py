@@ -30,8 +30,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import tested_copies
-from tested_copies import FAILED, HERE, PASSED, ROOT, SOURCE, Copy, first_failure, run_tests
+from tested_copies import (
+    EQUIVALENT,
+    FAILED,
+    HERE,
+    PASSED,
+    ROOT,
+    SOURCE,
+    Copy,
+    first_failure,
+    run_tests,
+)
 
 # All tests of one mutant may take this long.
 TIMEOUT_S = 180.0
@@ -93,7 +102,7 @@ class Outcome:
 
 def load() -> list[Mutant]:
     mutants: list[Mutant] = []
-    for path in sorted(set(HERE.glob("*.toml")) - {tested_copies.EQUIVALENT}):
+    for path in sorted(set(HERE.glob("*.toml")) - {EQUIVALENT}):
         for name, entry in tomllib.loads(path.read_text()).items():
             tests = tuple(entry.pop("tests"))
             mutants.append(Mutant(name=name, package=path.stem, tests=tests, **entry))
