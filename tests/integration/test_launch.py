@@ -201,6 +201,18 @@ def test_a_second_sigterm_kills_at_once(workers, tmp_path, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def joins() -> bool:
+    from gossipdp.launcher.environment import Environment
+
+    return Environment.read().is_joining
+
+
+def test_a_worker_inherits_nothing_of_another_launcher(workers, monkeypatch):
+    for name, value in {"GOSSIPDP_JOIN": "127.0.0.1:9", "GOSSIPDP_RESTARTS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert workers(joins, 2) == [False, False]
+
+
 def test_nothing_is_left_when_the_caller_is_killed(tmp_path):
     script = tmp_path / "caller.py"
     functions = inspect.getsource(stay)

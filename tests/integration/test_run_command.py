@@ -39,11 +39,15 @@ print("went on")
 """
 
 
-def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(tmp_path, without_torch):
-    script = tmp_path / "failing.py"
+@pytest.mark.parametrize("by_option", [True, False])
+def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(
+    tmp_path, without_torch, by_option
+):
+    script, logs = tmp_path / "failing.py", str(tmp_path / "logs")
     script.write_text(FAILING)
-    words = ["-m", "gossipdp.cli.main", "run", "-n", "2", "--log-dir", str(tmp_path / "logs")]
-    done = run_python(*words, str(script), str(tmp_path / "begun"), environment=without_torch)
+    words = ["-m", "gossipdp.cli.main", "run", "-n", "2", *["--log-dir", logs] * by_option]
+    variables = without_torch | ({} if by_option else {"GOSSIPDP_LOG_DIR": logs})
+    done = run_python(*words, str(script), str(tmp_path / "begun"), environment=variables)
     assert done.stderr.startswith("gossipdp: starting 2 workers; importing torch takes")
     assert done.returncode == 1
     assert done.stdout == "went on\n"
@@ -52,7 +56,7 @@ def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(tmp_pat
     assert traceback.count("ValueError: no good") == 1
     assert last == "at the end: worker 0 ended with exit code 1\n"
     # The report says how it ended: the process itself could not.
-    workers = RunLog.read(tmp_path / "logs").workers
+    workers = RunLog.read(Path(logs)).workers
     assert [each.reason for each in workers[0].process_ends] == ["ended with exit code 1"]
     assert workers[1].process_ends == []
 
@@ -139,10 +143,8 @@ def test_a_killed_worker_is_started_again_in_the_spare_and_told_where_the_others
 
 def test_faults_may_kill_all(tmp_path, without_torch):
     script, files = prepared(tmp_path, TRAINING)
-    lines = tmp_path / "log" / "faults-0.jsonl"
     plan = "stop 0.2s 0; slow 2x 2; kill 0 at 1s; kill 1 at 1s; kill 2 at 1s; kill 1 at 1h"
-    words = ["-n", "3", "--max-restarts", "1", "--log-dir", str(lines.parent), "--faults", plan]
-    words += [str(script), str(files)]
+    words = ["-n", "3", "--max-restarts", "1", "--faults", plan, str(script), str(files)]
     with RunCommand(tmp_path / "output", words, environment=without_torch) as run:
         assert run.process.wait(LONGEST_S) == 1
     assert {path.read_text() for path in files.glob("joined-*")} == {""}
@@ -157,11 +159,6 @@ def test_faults_may_kill_all(tmp_path, without_torch):
         "gossipdp: at the end: workers 0, 1, 2 died of signal 9 (SIGKILL)\n"
         "gossipdp: no worker is left, and no checkpoint was saved: all that they trained is lost\n"
     )
-    records = [json.loads(line) for line in lines.read_text().splitlines()]
-    assert sorted(each["kind"] for each in records) == [*["kill"] * 4, "slow", "stop"]
-    assert records[-1]["missed"] == "the run had ended by then"
-    assert all(each["missed"] is None for each in records[:-1])
-    assert all(each["at_s"] >= each["planned_s"] for each in records[:-1])
 
 
 MEETING = """

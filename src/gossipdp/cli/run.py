@@ -25,13 +25,6 @@ if TYPE_CHECKING:
     from gossipdp.launcher.launch_plan import LaunchPlan
     from gossipdp.launcher.supervisor import Supervisor
 
-# Variables of another launcher that started us: they would mislead a worker.
-NOT_INHERITED = (
-    *environment.PLACE,
-    *environment.OF_REPLICA.values(),
-    *("GROUP_RANK", "GOSSIPDP_JOIN", "GOSSIPDP_JOIN_FILE", "GOSSIPDP_RESTARTS"),
-    *("GOSSIPDP_REPORT", "GOSSIPDP_RUN_ID", "GOSSIPDP_SECRET"),
-)
 SAY_WAITS_AFTER_S = 10.0
 """The time that workers have to end after another has, before a line says which have not."""
 
@@ -134,6 +127,7 @@ def run(arguments: RunArguments) -> int:
         last checkpoint; 128 + the signal that ended the run (130 on Ctrl+C). A kill of --faults is
         no failure if another worker here succeeded.
     """
+    from gossipdp.launcher.launch_plan import inherited_variables
     from gossipdp.launcher.local import Spares
     from gossipdp.launcher.supervisor import Failure, Supervisor, shown_rank
     from gossipdp.observe.log import worker_file, write_process_end
@@ -150,7 +144,7 @@ def run(arguments: RunArguments) -> int:
     plan = _plan(arguments, num_workers // arguments.nproc_per_replica, tls, secret)
     others_may_join = plan.first_rank == 0 and bool(secret or tls)
     num_shown, say_waits_at_s = -1, 0.0
-    inherited = {name: value for name, value in given.items() if name not in NOT_INHERITED}
+    inherited, log_dir = inherited_variables(given), given.get("GOSSIPDP_LOG_DIR")
     num_spares = min(arguments.spares, arguments.max_restarts) * arguments.nproc_per_replica
     spares = Spares(script, inherited, num_spares, _tell)
 
@@ -163,8 +157,8 @@ def run(arguments: RunArguments) -> int:
         if failure.is_injected:
             then = f"that was --faults, and {then}"
         _tell(f"worker {shown_rank(failure.rank)} {failure.ending.reason}; {then}")
-        if arguments.log_dir is not None and failure.rank >= 0:
-            path = worker_file(arguments.log_dir, failure.rank)
+        if log_dir and failure.rank >= 0:
+            path = worker_file(Path(log_dir), failure.rank)
             write_process_end(path, failure.process_id, failure.ending.reason)
 
     def look() -> None:
@@ -185,13 +179,11 @@ def run(arguments: RunArguments) -> int:
 
     faults = None
     if fault_plan is not None:
-        log_dir = given.get("GOSSIPDP_LOG_DIR")
         faults = FaultInjector(
             fault_plan,
             plan.world_size or plan.num_local,
             seed=arguments.faults_seed,
             say=_tell,
-            directory=Path(log_dir) if log_dir else None,
         )
         if fault_plan.kills and not arguments.max_restarts:
             _tell("--faults kills workers, and without --max-restarts they stay away")

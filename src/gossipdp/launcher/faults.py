@@ -27,7 +27,6 @@ import re
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from typing import Any, Literal, Protocol, Self
 
@@ -223,7 +222,7 @@ def _shown(seconds: float) -> str:
 
 
 class FaultRecord(msgspec.Struct, frozen=True):
-    """One line of the faults log: a fault that was done, or missed.
+    """A fault that was done, or missed.
 
     Attributes:
         planned_s, at_s: seconds since all workers here train, as planned and as it happened; at_s
@@ -312,7 +311,6 @@ class FaultInjector:
     Args:
         num_workers: of the whole run, among whom the plan draws; or those here, if they join one.
         seed: of the draws of workers.
-        directory: for the faults log, ``faults-RANK.jsonl``, where RANK is the lowest rank here.
         clock: that of the workers' logs, the same for all processes of a machine.
 
     Attributes:
@@ -327,11 +325,10 @@ class FaultInjector:
         *,
         seed: int = 0,
         say: Callable[[str], None] = lambda text: None,
-        directory: Path | None = None,
         clock: Callable[[], float] = since_boot_s,
     ) -> None:
         self._num_workers = num_workers
-        self._say, self._directory, self._clock = say, directory, clock
+        self._say, self._clock = say, clock
         clauses = enumerate(plan.clauses)
         self._events = [clause.events(number, num_workers, seed) for number, clause in clauses]
         self._next = [next(events) for events in self._events]  # a heap with one of each clause
@@ -357,10 +354,8 @@ class FaultInjector:
 
     def step(self, workers: Sequence[Target]) -> None:
         """Do what is due; ``workers`` are all of the supervisor, in its order."""
-        now, is_first = self._clock(), not self._workers
+        now = self._clock()
         self._workers = {worker.rank: worker for worker in workers}
-        if is_first:
-            self._log("wb", b"")  # empty the log of an earlier run
         if self.first_step_s is None:
             running = [worker for worker in workers if worker.runs]
             if not running or not all(worker.trains for worker in running):
@@ -391,7 +386,7 @@ class FaultInjector:
         if not is_ours:
             missed = "it had ended by itself by then"
             record = msgspec.structs.replace(record, at_s=None, clock_s=None, missed=missed)
-        self._write(record)
+        self.records.append(record)
         return is_ours
 
     def release(self) -> None:
@@ -445,7 +440,7 @@ class FaultInjector:
             self._stops[chosen] = until_s
         else:
             self._slow[chosen] = _Slow(clause, until_s, now, now)
-        self._write(record)
+        self.records.append(record)
 
     def _obstacle(self, clause: Clause, rank: int) -> str:
         worker = self._workers[rank]
@@ -480,7 +475,7 @@ class FaultInjector:
     def _miss(self, event: Event, candidates: Sequence[int], reason: str) -> None:
         """Record an event that did not happen, unless its worker is another supervisor's."""
         for rank in candidates[:1]:
-            self._write(self._say_record(event, rank, None, missed=reason))
+            self.records.append(self._say_record(event, rank, None, missed=reason))
 
     def _say_record(self, event: Event, rank: int, at_s: float | None, **more: Any) -> FaultRecord:
         clause = event.clause
@@ -488,18 +483,3 @@ class FaultInjector:
         record = FaultRecord(event.at_s, at_s, rank, clause.kind, clause.for_s, factor, **more)
         self._say(str(record))
         return record
-
-    def _write(self, record: FaultRecord) -> None:
-        self.records.append(record)
-        self._log("ab", msgspec.json.encode(record) + b"\n")
-
-    def _log(self, mode: Literal["ab", "wb"], line: bytes) -> None:
-        if self._directory is None:
-            return
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            with (self._directory / f"faults-{min(self._workers)}.jsonl").open(mode) as file:
-                file.write(line)
-        except OSError as error:
-            self._say(f"the faults log in {self._directory} is given up: {error.strerror}")
-            self._directory = None

@@ -36,6 +36,13 @@ from gossipdp.links.tls import Tls
 from gossipdp.logs import printable
 from gossipdp.rules import at_least_1
 
+# Variables of another launcher that started us: they would mislead a worker.
+NOT_INHERITED = {
+    *PLACE,
+    *OF_REPLICA.values(),
+    *("GROUP_RANK", "GOSSIPDP_JOIN", "GOSSIPDP_JOIN_FILE", "GOSSIPDP_RESTARTS"),
+    *("GOSSIPDP_REPORT", "GOSSIPDP_RUN_ID", "GOSSIPDP_SECRET"),
+}
 # A supervisor that is silent for so long was killed, or its host is gone.
 LOST_AFTER_S = 300.0
 # One of these addresses must be live for a worker to join; the file that holds them has this size.
@@ -53,12 +60,14 @@ class JoinInfo:
         join: (host, port) of workers that the user has named.
         addresses: (host, port) by rank of the live workers, as they have reported, newest last;
             also in a file in memory, which a worker that joins reads again and again.
+        live: the ranks in the newest report of addresses.
     """
 
     run_id: str | None = None
     secret: str | None = dataclasses.field(default=None, repr=False)
     join: tuple[tuple[str, int], ...] = ()
     addresses: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
+    live: frozenset[int] = frozenset()
     _file: int = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -71,7 +80,9 @@ class JoinInfo:
             self.addresses[rank] = address
         self.run_id = report.run_id or self.run_id
         self.secret = report.secret or self.secret
-        if report.addresses:  # a reader finds the old ones or the new: the file never shrinks
+        if report.addresses:
+            self.live = frozenset(report.addresses)
+            # A reader finds the old ones or the new: the file never shrinks.
             newest = dict([*self.addresses.items()][-MAX_JOIN_ADDRESSES:])
             os.pwrite(self._file, msgspec.json.encode(newest).ljust(FILE_BYTES), 0)
 
@@ -174,8 +185,9 @@ class LaunchPlan:
 
     @property
     def others_elsewhere(self) -> bool:
-        """Return whether workers of this run may live on other hosts."""
-        return self.world_size != self.num_local
+        """Return whether the run may have live workers that are not ours: elsewhere, or joined."""
+        live = self.join_infos[0].live  # who joins has a rank above those of the beginning
+        return self.world_size != self.num_local or any(rank >= self.world_size for rank in live)
 
     @property
     def under_torchrun(self) -> bool:
@@ -255,6 +267,7 @@ class LaunchPlan:
         self.num_meetings += 1
         for join_info in self.join_infos:
             join_info.addresses.clear()
+            join_info.live = frozenset()
 
     def close(self) -> None:
         if self.hosted is not None:
@@ -289,6 +302,11 @@ class LaunchPlan:
                     return others
                 time.sleep(CHECK_EVERY_S)
         return []
+
+
+def inherited_variables(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a worker takes over, without those of another launcher."""
+    return {name: value for name, value in given.items() if name not in NOT_INHERITED}
 
 
 def listens(address: tuple[str, int]) -> bool:

@@ -29,7 +29,7 @@ from gossipdp import logs
 from gossipdp.errors import WorkerFailedError
 from gossipdp.launcher.environment import check_platform
 from gossipdp.launcher.faults import FaultInjector
-from gossipdp.launcher.launch_plan import LaunchPlan
+from gossipdp.launcher.launch_plan import LaunchPlan, inherited_variables
 from gossipdp.launcher.processes import Ending, WorkerProcess, exit_reason
 from gossipdp.launcher.reports import report_variables
 from gossipdp.launcher.spare_interpreter import PROGRAM
@@ -116,7 +116,7 @@ def launch(
     start_fork_server()
 
     def start_process(own: Mapping[str, str]) -> ForkedWorker:
-        variables = {**os.environ, **own, **(environment or {})}
+        variables = {**inherited_variables(os.environ), **own, **(environment or {})}
         return ForkedWorker(payload, variables, num_threads(world_size))
 
     plan = LaunchPlan.on_hosts(world_size // nproc_per_replica, num_shards=nproc_per_replica)

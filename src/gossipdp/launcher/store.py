@@ -70,7 +70,7 @@ class HostedStore:
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         # Guards the fields below and _listener, which the thread and its owner use. It is never
-        # held while torch is imported.
+        # held while torch is imported, or its store asks a name server.
         self._lock = threading.Lock()
         self._store: Store | None = None
         self._expected = ("", 0)
@@ -112,17 +112,19 @@ class HostedStore:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         with self._lock:
-            if self._listener is None:
-                return
-            self._store = TCPStore(
-                *self.address,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=CLIENT_S),
-                # The store owns the descriptor from here on, so ours is detached.
-                master_listen_fd=self._listener.detach(),
-            )
-            self._listener = None
+            listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        store = TCPStore(
+            *self.address,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=CLIENT_S),
+            master_listen_fd=listener.detach(),  # the store owns it from here on
+        )
+        with self._lock:
+            if not self._closing.is_set():
+                self._store = store
 
     def _end(self) -> None:
         with self._lock:

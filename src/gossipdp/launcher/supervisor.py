@@ -5,6 +5,7 @@ again. Everything happens in the calling thread, in :meth:`Supervisor.step`.
 """
 
 import dataclasses
+import math
 import multiprocessing.connection
 import signal
 import threading
@@ -134,6 +135,9 @@ class Supervisor:
         self._checkpoints: dict[str, bool] = {}  # whether all would go on from there, by directory
         self._due: dict[SupervisedWorker, tuple[float, Failure]] = {}  # when the next life starts
         self._starts_over = False
+        self._looked_at_s = -math.inf
+        self._caught: list[int] = []  # signals, of which so many are heeded
+        self._num_heeded = 0
         self._grace_s = grace_s()
         self._end_at: float | None = None
         self._kill_at: float | None = None
@@ -192,30 +196,25 @@ class Supervisor:
     def run(self, on_step: Callable[[], None] = lambda: None) -> int | None:
         """Start all workers, call ``on_step`` all the while, and return when all have ended.
 
-        At SIGINT and SIGTERM the workers get it too: those that save do so, and no worker shows a
-        traceback. A second signal kills them. If ``on_step`` raises, the workers are ended and the
-        error is raised.
+        At SIGINT and SIGTERM the workers get it too, and SIGTERM at SIGHUP: those that save do so,
+        and no worker shows a traceback. A second signal kills them. If ``on_step`` raises, the
+        workers are ended and the error is raised.
 
         Returns:
             The signal that ended the run, None if none did.
         """
-        with signals_noted() as caught:
-            heeded = 0
+        with signals_noted() as self._caught:
             try:
                 self.start()
                 while self.step():
-                    for number in caught[heeded:]:
-                        heeded += 1
-                        self.end(number)
                     on_step()
             finally:
                 if self.running and not self.ending:
                     self.end()
                 while self.step(0.02):
-                    if len(caught) > heeded:
-                        self.kill()
+                    pass
                 self.close()
-        return caught[0] if caught else None
+        return self._caught[0] if self._caught else None
 
     def start(self) -> None:
         for worker in self.workers:
@@ -228,7 +227,8 @@ class Supervisor:
         Returns:
             Whether a worker runs or is to run.
         """
-        waits_s = [timeout_s, *(due_at - self._clock() for due_at, _ in self._due.values())]
+        dues = [due_at for due_at, _ in self._due.values() if due_at > self._looked_at_s]
+        waits_s = [timeout_s, *(due_at - self._clock() for due_at in dues)]  # others are held back
         waits_s += [self._faults.wait_s()] if self._faults is not None else []
         timeout_s = max(0.0, min(waits_s))
         things = [thing for worker in self.running for thing in worker.waits_for()]
@@ -238,8 +238,11 @@ class Supervisor:
             # poll(2) takes no more descriptors than the process may have, and that limit may have
             # been lowered. Without the wait we only react later: all processes are looked at below.
             time.sleep(min(timeout_s, POLL_S))
+        for number in self._caught[self._num_heeded :]:  # the workers may have got it too
+            self._num_heeded += 1
+            self.end(signal.SIGTERM if number == signal.SIGHUP else number)
         self._take_reports()
-        now = self._clock()
+        now = self._looked_at_s = self._clock()
         for worker in self.running:
             ending = worker.poll()
             if ending is not None:
@@ -333,8 +336,9 @@ class Supervisor:
             worker.rank = report.rank
 
     def _ended(self, worker: SupervisedWorker, ending: Ending, now: float) -> None:
+        self._take_reports()  # its last ones
         is_injected = self._faults is not None and self._faults.ended(worker.rank, ending.reason)
-        self._some_ended_well |= not ending.reason
+        self._some_ended_well |= not ending.reason and worker.takes_part
         if self.ending or ending.reason:
             worker.kill_group()
         if not self.ending and not self._starts_over and ending.reason:
@@ -350,7 +354,6 @@ class Supervisor:
         is_injected: bool = False,
     ) -> None:
         """Handle the failure of a life of this worker, or of its start."""
-        self._take_reports()
         may_restart = self._num_restarts_left > 0 and self._has_begun
         if worker.missed_end:
             return
@@ -374,7 +377,7 @@ class Supervisor:
         """Start the workers that are due; without a worker to join, start all or give them up."""
         is_lost = not any(each.takes_part for each in self.running)
         is_lost &= not self._plan.others_elsewhere
-        if self._may_resume and (self._due or (self.begun and self.running)):
+        if self._may_resume and self._due:
             self._starts_over |= is_lost or not self.begun
         elif is_lost:
             if not self.running:  # else one that joins may have all it needs to go on
@@ -435,11 +438,11 @@ class Supervisor:
 
 @contextmanager
 def signals_noted() -> Iterator[list[int]]:
-    """Note SIGINT and SIGTERM instead of acting on them; handlers of the user's own stay."""
+    """Note SIGINT, SIGTERM and SIGHUP, and do nothing; handlers of the user's own stay."""
     caught: list[int] = []
     previous = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             before = signal.getsignal(number)
             if before in (signal.SIG_DFL, signal.default_int_handler):
                 previous[number] = before

@@ -116,7 +116,6 @@ def _run_workers(
                 arguments.workers,
                 seed=arguments.seed,
                 say=partial(say, console, markup=True),
-                directory=arguments.directory,
             )
         surprises: list[Failure] = []
 
@@ -169,7 +168,7 @@ def _opening(arguments: DemoArguments) -> str:
 def _clear(directory: Path) -> None:
     """Remove the files of a former run, so that none passes for one of this run."""
     directory.mkdir(parents=True, exist_ok=True)
-    for pattern in (FILE_PATTERN, "faults-*.jsonl", "averaged_model-*.pt"):
+    for pattern in (FILE_PATTERN, "averaged_model-*.pt"):
         for path in directory.glob(pattern):
             path.unlink()
 

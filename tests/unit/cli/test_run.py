@@ -7,7 +7,6 @@ import pytest
 
 from gossipdp.cli.main import main
 from gossipdp.cli.run import (
-    NOT_INHERITED,
     RunArguments,
     _common_variables,
     _join_line,
@@ -106,7 +105,7 @@ def test_workers_that_others_reach_are_told_the_address_that_was_given(options, 
 
 
 def test_a_worker_inherits_nothing_of_another_launcher(script, monkeypatch):
-    for name in NOT_INHERITED:
+    for name in launch_plan.NOT_INHERITED:
         monkeypatch.setenv(name, "7")
     monkeypatch.delenv("GOSSIPDP_SECRET")
     monkeypatch.setenv("MY_OWN", "7")

@@ -1,13 +1,12 @@
 """Faults that are done to workers, by the clock of the test."""
 
-import json
 import signal
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from gossipdp.launcher.faults import FaultInjector, FaultPlan
+from gossipdp.launcher.faults import FaultInjector, FaultPlan, FaultRecord
 
 KILL, STOP, CONT = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT
 KILLED = "died of signal 9 (SIGKILL)"
@@ -260,34 +259,13 @@ def test_each_host_does_what_befalls_its_own_workers():
     assert sorted(done) == sorted([*slow, ("stop", 5.0), ("stop", 6.0)])
 
 
-def test_the_log_has_a_line_for_each_fault(tmp_path):
-    (tmp_path / "faults-2.jsonl").write_text("an earlier run's\n")
-    scene = Scene("kill 2 at 1s; slow 4x 3 at 2s for 1s", 4, range(2, 4), directory=tmp_path)
+def test_each_fault_has_one_record():
+    scene = Scene("kill 2 at 1s; slow 4x 3 at 2s for 1s", 4, range(2, 4))
     scene.at(0, 1.25)
     scene.die(2)
-    scene.injector.close()
-    (path,) = tmp_path.iterdir()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    about = {"rank": 2, "kind": "kill", "for_s": None, "factor": None}
-    assert lines[0] == about | {"planned_s": 1.0, "at_s": 1.25, "missed": None, "clock_s": 101.25}
-    about = {"rank": 3, "kind": "slow", "for_s": 1.0, "factor": 4.0}
-    missed = {"at_s": None, "missed": "the run had ended by then", "clock_s": None}
-    assert lines[1] == about | {"planned_s": 2.0} | missed
-
-
-def test_the_log_of_a_run_that_never_began_has_nothing_of_an_earlier_one(tmp_path):
-    (tmp_path / "faults-0.jsonl").write_text("an earlier run's\n")
-    scene = Scene("kill 0 at 1s", directory=tmp_path)
-    scene.training.clear()
-    scene.look()
     for _ in range(2):
         scene.injector.close()
-        (line,) = (tmp_path / "faults-0.jsonl").read_text().splitlines()
-        assert json.loads(line)["missed"] == "the run had ended by then"
-
-
-def test_a_log_that_cannot_be_written_ends_no_run(tmp_path):
-    (tmp_path / "file").touch()
-    scene = Scene("stop 1s 0", directory=tmp_path / "file")
-    assert scene.at(0) == [(0, 0, STOP)]
-    assert scene.lines[0].endswith("file is given up: File exists")
+        assert scene.injector.records == [
+            FaultRecord(1.0, 1.25, 2, "kill", clock_s=101.25),
+            FaultRecord(2.0, None, 3, "slow", 1.0, 4.0, missed="the run had ended by then"),
+        ]

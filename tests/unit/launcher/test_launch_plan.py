@@ -145,6 +145,27 @@ def test_a_store_that_is_closed_while_torch_is_imported_is_not_opened():
     assert not store.have_all_begun()
 
 
+def test_a_store_that_is_closed_while_torch_opens_it_is_not_waited_for(monkeypatch):
+    opens, goes_on, store = threading.Event(), threading.Event(), HostedStore()
+
+    def slow(*address: Any, **options: Any) -> TCPStore:
+        opens.set()
+        assert goes_on.wait(LONGEST_S)
+        return TCPStore(*address, **options)
+
+    monkeypatch.setattr("torch.distributed.TCPStore", slow)
+    threads = [threading.Thread(target=target) for target in (store._open, store.close)]
+    threads[0].start()
+    assert opens.wait(LONGEST_S)
+    threads[1].start()
+    threads[1].join(LONGEST_S)
+    assert not threads[1].is_alive()
+    goes_on.set()
+    threads[0].join(LONGEST_S)
+    assert not plans.listens(store.address)
+    assert not store.have_all_begun()
+
+
 def client_of(address: tuple[str, int]) -> Environment:
     host, port = address
     return Environment(1, 2, store_host=host, store_port=port, agent_store=True)

@@ -483,6 +483,70 @@ def test_when_the_last_that_trains_dies_all_are_started_again(make):
     assert (setting.failed, setting.signalled(signal.SIGTERM)) == ([0], {1, 2})
 
 
+def test_without_restarts_the_one_that_joins_is_left_alone(make):
+    """It may have all that it needs to go on."""
+    setting = saving(make, 1, ("ck", True))
+    setting.die(0, at=[1, 2])
+    assert setting.die(1, 2, at=[3, 4])
+    assert not setting.workers[0].is_killed
+
+
+def test_one_that_ends_before_it_takes_part_does_not_end_the_run(make):
+    """It was started again, and told that it is not needed any more."""
+    setting = saving(make, 9, ("ck", True))
+    setting.die(0, at=[1, 2])
+    setting.die(0, how=Ending(), at=[3])
+    setting.die(1, 2, at=[4, 5])
+    assert setting.restarted == [(0, 2), (0, 5), (1, 5), (2, 5)]
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_worker_that_has_joined_the_run_is_one_to_join(make, lives):
+    setting = saving(make, 3, ("ck", True))
+    setting.workers[0].report(addresses=setting.addresses(4))
+    setting.step(1)
+    setting.workers[1].report(addresses=setting.addresses(4 if lives else 3))
+    setting.step(2)
+    setting.die(0, 1, 2, at=[3, 4])
+    assert setting.restarted == [(rank, 4) for rank in range(3)]
+    again = [setting.workers[rank].environment for rank in range(3)]
+    assert [each.is_joining for each in again] == [lives] * 3
+    assert (("127.0.0.1", 1003) in again[0].join) == lives
+
+
+def test_who_is_held_back_does_not_shorten_the_wait(make, monkeypatch):
+    waits_s: list[float] = []
+    setting = saving(make, 9, ("ck", True))
+    setting.die(0, at=[1, 2])
+    setting.workers[0].report(begins=True)
+    setting.step(3)
+    setting.die(0, 1, 2, at=[4, 4 + 1.5 * FIRST_DELAY_S])  # 0 has twice the delay
+    monkeypatch.setattr("multiprocessing.connection.wait", lambda _, s: waits_s.append(s))
+    setting.supervisor.step(1.0)
+    assert waits_s == [pytest.approx(FIRST_DELAY_S / 2)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_the_workers_too_makes_no_failure(make, monkeypatch, number):
+    setting = make()
+    before = signal.signal(number, signal.SIG_DFL)
+
+    def wait(*_: object) -> None:
+        for worker in setting.workers.values():
+            worker.how = Ending(exit_reason(-number))
+            worker.report(saves=True)
+        if not setting.supervisor.ending:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr("multiprocessing.connection.wait", wait)
+    try:
+        assert setting.supervisor.run() == number
+    finally:
+        signal.signal(number, before)
+    assert setting.signalled(signal.SIGTERM) == {0, 1, 2}
+    assert setting.failures == []
+
+
 @pytest.mark.parametrize(
     ("checkpoints", "others"),
     [(None, Ending()), (None, CRASH), (("ck", False), CRASH), (("ck", True), Ending())],
