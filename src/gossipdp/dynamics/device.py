@@ -338,7 +338,7 @@ class AcceleratorDevice(QueuedDevice):
         self._queued = torch.Event(device)
         self._of_thread = threading.local()
         self._locked: WeakSet[_Pinned] = WeakSet()
-        self._one = torch.ones(1, device=device)
+        self._one = torch.ones(1, dtype=torch.float32, device=device)
 
     @contextlib.contextmanager
     def gossip_thread(self) -> Iterator[None]:

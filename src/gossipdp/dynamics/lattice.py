@@ -135,8 +135,7 @@ class LatticeSteps:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self._reach = torch.zeros(num_blocks, device="cpu")
-        self._largest = torch.zeros(num_blocks, device="cpu")
+        self._reach, self._largest = torch.zeros(2, num_blocks, dtype=torch.float32, device="cpu")
 
     def exponents(self) -> Tensor:
         """Return the exponents of the steps that this worker needs: int8, of shape (blocks,).

@@ -142,7 +142,9 @@ def _origin() -> str:
     llvm, *_ = _llvm()
     versions = (importlib.metadata.version(each) for each in ("numba", "llvmlite"))
     processor = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-    return "\n".join((_SOURCE.read_text("utf-8"), *versions, llvm.get_process_triple(), *processor))
+    options = (f"{name}={value}" for name, value in os.environ.items() if name.startswith("NUMBA_"))
+    system = llvm.get_process_triple(), *processor, *sorted(options)
+    return "\n".join((_SOURCE.read_text("utf-8"), *versions, *system))
 
 
 def _folders() -> Iterator[Path]:

@@ -37,7 +37,12 @@ def compiled(name: str, arguments: Iterable[str], symbol: str) -> Any:
     """Compile a loop for arguments of these types; return a module of LLVM with it as ``symbol``.
 
     The types are named as in :mod:`~gossipdp.dynamics.machine_code`.
+
+    Raises:
+        ImportError: the user has told numba to compile nothing.
     """
+    if numba.config.DISABLE_JIT:
+        raise ImportError("NUMBA_DISABLE_JIT is set, so numba compiles nothing: unset it")
     numbers = {"size": types.intp, "bool": types.boolean, "number": types.float64}
     pointer: Any = types.CPointer
 

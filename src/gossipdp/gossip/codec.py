@@ -149,7 +149,7 @@ class Codec:
         self._renew()
         coded = [chunk for chunk in state.chunks if True in self.forms and _fits_code(chunk)]
         most = max((chunk.num_elements for chunk in state.moment_chunks), default=0)
-        self._squares = torch.zeros(most, device="cpu")
+        self._squares = torch.zeros(most, dtype=torch.float32, device="cpu")
         dtypes = {self._dtype(c, form) for c in state.chunks for form in self.forms.values()}
         if coded:  # the code's difference, and repeats
             dtypes |= {torch.float32, torch.bfloat16}
@@ -299,7 +299,8 @@ class Codec:
         snapshot = slot.snapshot[: chunk.num_elements]
         chunk.snapshot(self._theta, snapshot)
         codes = torch.frombuffer(room, dtype=torch.uint8, offset=_CHECKSUM.size)
-        slot.sizes = torch.empty(lattice.num_blocks(chunk.num_elements), device="cpu")
+        num_blocks = lattice.num_blocks(chunk.num_elements)
+        slot.sizes = torch.empty(num_blocks, dtype=torch.float32, device="cpu")
         exponents = self._exponents[self._blocks[chunk.index]]
         checksum = lattice.encode(snapshot, exponents, codes, slot.sizes)
         slot.fits = checksum is not None
@@ -366,9 +367,9 @@ class _CodeSlot:
     """The record of an open coded chunk."""
 
     def __init__(self, most_values: int) -> None:
-        self.snapshot = torch.empty(most_values, device="cpu")
+        self.snapshot = torch.empty(most_values, dtype=torch.float32, device="cpu")
         self.differences = torch.empty(most_values, dtype=torch.int8, device="cpu")
-        self.sizes = torch.zeros(0, device="cpu")
+        self.sizes = torch.zeros(0, dtype=torch.float32, device="cpu")
         self.fits = False
 
 

@@ -32,6 +32,7 @@ from gossipdp.launcher.reports import Report
 from gossipdp.launcher.store import CHECK_EVERY_S, CONNECT_S, MAX_RUN_ID, HostedStore, connect
 from gossipdp.links.handshake import Handshake, HandshakeError, Identity
 from gossipdp.links.opening import Opening
+from gossipdp.links.shared_memory import memory_file
 from gossipdp.links.tls import Tls
 from gossipdp.logs import printable
 from gossipdp.rules import at_least_1
@@ -71,7 +72,7 @@ class JoinInfo:
     _file: int = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._file = os.memfd_create("gossipdp addresses")
+        self._file = memory_file("gossipdp addresses")
         weakref.finalize(self, os.close, self._file)
 
     def take(self, report: Report) -> None:

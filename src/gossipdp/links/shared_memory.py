@@ -42,9 +42,12 @@ MAX_SEGMENT_BYTES = 1 << 30
 _TOKEN_BYTES = 18
 _OFFER = struct.Struct(f"<IIIH{_TOKEN_BYTES}s")
 assert _OFFER.size == SEGMENT_OFFER_BYTES
-# <linux/fcntl.h>; Python names it only since 3.13. Linux 5.1.
-_F_SEAL_FUTURE_WRITE = 0x0010
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+# <linux/fcntl.h> and <linux/memfd.h>: a CPython that was built beside an old C library, as uv's and
+# conda's are, has no names for them. The last seal is of Linux 5.1.
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_FUTURE_WRITE = 1, 2, 4, 16
+_SEALS = _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | _F_SEAL_SEAL
+_MFD_CLOEXEC, _MFD_ALLOW_SEALING = 1, 2
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_DONTFORK = 10
 
@@ -53,6 +56,18 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def memory_file(name: str) -> int:
+    """Return the descriptor of a new file in memory, which can be sealed.
+
+    Raises:
+        OSError: the system has none.
+    """
+    descriptor: int = _libc.memfd_create(name.encode(), _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return descriptor
 
 
 @final
@@ -111,15 +126,13 @@ class SharedSegment(sockets.DescriptorOwner):
             raise OSError(errno.EMFILE, f"there have been {number - 1} segments")
         token = secrets.token_bytes(_TOKEN_BYTES)
         with sockets.descriptors_guard:
-            self.descriptor = os.memfd_create(
-                f"gossipdp-{token.hex()}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-            )
+            self.descriptor = memory_file(f"gossipdp-{token.hex()}")
             sockets.register(self)
         self.offer = _OFFER.pack(os.getpid(), self.descriptor, num_bytes, number, token)
         # Allocate at once, so that a lack of memory is an error here and not a signal later.
         os.posix_fallocate(self.descriptor, 0, num_bytes)
         self.memory = _Mapping(self.descriptor, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE).view()
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _SEALS)
 
     def offset_of(self, payload: memoryview) -> int | None:
         """Return where in this segment ``payload`` lies; None if no frame can name the place."""
@@ -165,7 +178,7 @@ def map_offered(offer: bytes) -> tuple[int, memoryview] | None:
             # The kernel lets others of this user alone open it, and root, who may open any.
             if found.st_uid != os.geteuid():
                 raise ValueError("the memory offered is another user's")
-            if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            if not fcntl.fcntl(descriptor, _F_GET_SEALS) & _F_SEAL_SHRINK:
                 raise ValueError("the memory offered is not sealed against shrinking")
             if not 0 < num_bytes == found.st_size <= MAX_SEGMENT_BYTES:
                 raise ValueError(

@@ -27,6 +27,8 @@ from gossipdp.errors import RendezvousError
 # The most unsent bytes that the kernel takes: a control message on a slow link waits for these and
 # one chunk, and not for megabytes.
 NOTSENT_LOWAT_BYTES = 256 << 10
+# <linux/tcp.h>: a CPython that was built beside an old C library has no name for it.
+TCP_NOTSENT_LOWAT = 25
 BACKLOG = 128
 # Within a payload, packets that follow one another sooner than this gather, up to so many bytes:
 # each time the thread wakes it takes the interpreter's lock, and a core, from training. On a slow
@@ -91,6 +93,7 @@ class Stream(abc.ABC):
         mixes_directions: True if reading may have to wait for room to write, or the other way
             round, so that any event is a reason to try both.
         has_more: True if ``receive_into`` has more to return although it returned fewer bytes.
+        gathers: True if the next event comes only when more than one byte is there.
         is_aging: True if a key has protected half as much as it may: a new connection is due when
             nothing is under way.
         is_worn: True if its key has protected as much as it may: a new connection is due at once.
@@ -99,6 +102,7 @@ class Stream(abc.ABC):
     connection: socket.socket
     mixes_directions = False
     has_more = False
+    gathers = False
     is_aging = is_worn = False
 
     @abc.abstractmethod
@@ -142,6 +146,7 @@ class PlainStream(Stream):
         elif gap_s > 10 * QUICK_S:
             self._batch_bytes = 1
         before, self._mark = self._mark, max(1, min(rest, self._batch_bytes))
+        self.gathers = self._mark > 1
         if self._mark != before:
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, self._mark)
         return self._mark < before
@@ -197,7 +202,7 @@ def set_options(connection: socket.socket, peer_host: str) -> None:
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if not ipaddress.ip_address(peer_host).is_loopback:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOTSENT_LOWAT_BYTES)
+        connection.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, NOTSENT_LOWAT_BYTES)
 
 
 def is_connected(connection: socket.socket) -> bool:

@@ -463,7 +463,13 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             timeout_s = min(timeout_s, min(due_s) - self.clock())
         if self.to_read or self.to_write:
             timeout_s = 0.0
-        for descriptor, mask in self._epoll.poll(max(0.0, timeout_s)):
+        events = self._epoll.poll(max(0.0, timeout_s))
+        if timeout_s > 0.0 and not events:  # what has come may be too little for an event
+            for link in self.links.values():
+                if link.stream.gathers:
+                    link.can_read = True
+                    self.to_read[link] = None
+        for descriptor, mask in events:
             source = self._by_descriptor.get(descriptor)
             if isinstance(source, TcpLink):
                 source.hung_up = source.hung_up or bool(mask & _HUNG_UP)

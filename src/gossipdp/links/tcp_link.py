@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, final
 
-from gossipdp.links import frames
+from gossipdp.links import frames, sockets
 from gossipdp.links.frames import ChunkKey, FrameError, FrameType, Header
 from gossipdp.links.handshake import Identity
 from gossipdp.links.link import Link, LinkHandler, SendLimit
@@ -165,6 +165,7 @@ class TcpLink(Link):
     def close(self, reason: str) -> None:
         if not self.closed:
             self.flush_controls()
+            sockets.empty(self.connection, self._owner.scratch)
             self.end(reason)
 
     def flush_controls(self) -> None:

@@ -269,6 +269,22 @@ def test_a_moment_that_cannot_be_sent_gives_nothing_and_takes_nothing(dtype, ste
         assert end._moment.is_unsound == (end is other)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("end", [0, 1])
+def test_a_moment_of_parameters_without_gradients_yet_gives_nothing_and_takes_nothing(end):
+    """Else the mean over workers would grow: the other end takes no zeros."""
+    values = torch.zeros(2, 8)
+    values[end] = torch.arange(8.0)
+    ends = [moment(each.clone(), steps=400) for each in values]
+    out = torch.empty(2, 8)
+    for each, snapshot in zip(ends, out, strict=True):
+        assert each.snapshot(0.0, snapshot)
+    for each, mine, theirs, before in zip(ends, out, out.flip(0), values, strict=True):
+        assert each.exchange(0.0, mine, theirs, 0.5) == 0.0
+        assert each.boundary(0.0)
+        torch.testing.assert_close(each.x, before)
+        assert not each._moment.is_unsound  # type: ignore[attr-defined]
+
+
 def test_what_a_peer_sends_that_is_not_finite_is_not_taken():
     one = moment(torch.ones(3), steps=1)
     mine = torch.empty(3)

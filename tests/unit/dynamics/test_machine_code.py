@@ -87,16 +87,24 @@ def test_half_a_file_is_compiled_again(kept, monkeypatch):
     assert flows(flow())
 
 
-@pytest.mark.parametrize("version", ["of numba", "of the loops"])
+@pytest.mark.parametrize("version", ["of numba", "of the loops", "by other options"])
 def test_code_of_another_version_is_not_loaded(kept, monkeypatch, tmp_path, version):
     if version == "of numba":
         monkeypatch.setattr("importlib.metadata.version", lambda name: f"{name} 1000")
+    elif version == "by other options":
+        monkeypatch.setenv("NUMBA_OPT", "0")
     else:
         source = tmp_path / "update_loops.py"
         source.write_text(machine_code._SOURCE.read_text() + "# and more")
         monkeypatch.setattr(machine_code, "_SOURCE", source)
     without_numba(monkeypatch)
     with pytest.raises(ImportError):
+        flow()
+
+
+def test_numba_that_may_not_compile_is_named(folders, monkeypatch):
+    monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
+    with pytest.raises(ImportError, match="NUMBA_DISABLE_JIT is set"):
         flow()
 
 

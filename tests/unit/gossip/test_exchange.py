@@ -391,6 +391,25 @@ def test_an_exchange_carries_the_moments_that_are_due(name, dtype):
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_precision_of_new_tensors_that_a_script_has_chosen_is_no_matter(name, dtype):
+    states = [state_with_moments(seed, torch.float32) for seed in (0, 1)]
+    before, distances = sum(x_and_z(state)[1] for state in states), []
+    torch.set_default_dtype(dtype)
+    try:
+        codecs = [Codec(name, state) for state in states]
+        for counter in range(3):
+            _, ends = exchange(
+                states, codecs, Random(0), id=ExchangeId(0, 0, counter), moments=(2, 3)
+            )
+            distances.append(ends[0].squared_distance)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.allclose(sum(x_and_z(state)[1] for state in states), before, rtol=0, atol=3e-6)
+    assert distances[-1] < 1e-3 * distances[0]
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_bytes_at_the_link(name):
     expected = {"full": (4, 2), "bfloat16": (2, 2), "lattice8": (1, 1)}[name]
     for dtype, num_bytes in zip((torch.float32, torch.bfloat16), expected, strict=True):

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from links import Recorder, in_child
+from run_processes import run_python
 
 from gossipdp.links import shared_memory, tcp_link
 from gossipdp.links.frames import MAX_SEGMENT, ChunkKey, FrameType
@@ -247,7 +248,7 @@ def test_a_system_without_sealed_memory_sends_bytes_and_says_so(world, monkeypat
     def refuse(*_: Any) -> int:
         raise PermissionError(1, "not here")
 
-    monkeypatch.setattr(shared_memory.os, "memfd_create", refuse)
+    monkeypatch.setattr(shared_memory, "memory_file", refuse)
     first = world.shared(0)
     assert first.transport.memory.segment is None
     first.memory[:3] = b"abc"
@@ -255,6 +256,28 @@ def test_a_system_without_sealed_memory_sends_bytes_and_says_so(world, monkeypat
     assert [record.message for record in caplog.records] == [
         "no memory is shared with workers of this host: [Errno 1] not here"
     ]
+
+
+def test_a_cpython_that_was_built_beside_an_old_c_library_shares_memory_too():
+    """uv's and conda's have no names for calls that the system has."""
+    code = """
+        import fcntl, os, socket
+        named = {
+            os: ("memfd_create", "MFD_CLOEXEC", "MFD_ALLOW_SEALING"),
+            fcntl: [name for name in dir(fcntl) if "SEAL" in name],
+            socket: ["TCP_NOTSENT_LOWAT"],
+        }
+        for module, names in named.items():
+            for name in names:
+                delattr(module, name)
+        from gossipdp.links.shared_memory import SharedSegment, map_offered
+        from gossipdp.links.sockets import set_options
+        print(len(map_offered(SharedSegment(4096, 1).offer)[1]))
+        with socket.socket() as connection:
+            set_options(connection, "10.0.0.1")
+    """
+    done = run_python("-c", textwrap.dedent(code))
+    assert (done.stdout, done.stderr) == ("4096\n", "")
 
 
 def test_memory_that_its_owner_could_take_away_is_not_mapped():

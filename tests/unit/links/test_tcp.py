@@ -416,7 +416,7 @@ def test_quick_packets_are_read_several_at_once(world, gap_s, least, most):
     assert 2 * least <= tapes[0].num_reads <= 2 * most
 
 
-def test_a_connection_that_ends_within_a_batch_is_noticed(world):
+def test_a_connection_that_gets_slow_or_ends_within_a_batch_is_noticed(world):
     first, second = world.tcp(0, clock=Clock()), world.tcp(1)
     here, there = world.join(first, second)
     world.settle()
@@ -424,12 +424,16 @@ def test_a_connection_that_ends_within_a_batch_is_noticed(world):
     key = ChunkKey(0, 0, 1, 0)
     there.send_chunk(FrameType.EXCHANGE_CHUNK, key, memoryview(bytes(300_000)))
     world.settle(second)
+    before, sent = here.bytes_received, 0
     for start in range(0, 100_000, 1448):
-        there.connection.send(tape.taken[start : start + 1448])
+        sent += there.connection.send(tape.taken[start : start + 1448])
         first.transport.poll(0.0)
     assert here.connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) > 10_000
-    there.connection.send(bytes(10))
-    world.settle(first)
+    sent += there.connection.send(tape.taken[sent : sent + 10])
+    first.transport.poll(0.0)
+    assert here.bytes_received < before + sent
+    first.transport.poll(0.001)  # a sleep ends without an event: what is there is heard
+    assert here.bytes_received == before + sent
     there.connection.shutdown(socket.SHUT_RDWR)
     world.until(lambda: first.handler.of("link_down"), first)
 
