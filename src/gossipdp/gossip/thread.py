@@ -198,4 +198,4 @@ class GossipThread:
                 _, future = self._calls.popleft()
             except IndexError:  # the other thread was quicker
                 return
-            future.set_exception(self._failure or RuntimeError("the gossip thread has ended"))
+            future.set_exception(self._failure or RuntimeError("this worker has left the run"))

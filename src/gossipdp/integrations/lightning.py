@@ -35,9 +35,6 @@ class GossipStrategy(SingleDeviceStrategy):
 
     Attributes:
         consolidated: how the last ``fit`` ended; None until then.
-
-    Raises:
-        ValueError: an option that does not go with a framework's loop.
     """
 
     strategy_name = "gossipdp"
@@ -91,7 +88,7 @@ class GossipStrategy(SingleDeviceStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's ``training_step``, count its batch and log its loss."""
-        self.gossip.count_batch((args, kwargs))
+        self.gossip.count_batch(args[0] if args else kwargs)
         result = super().training_step(*args, **kwargs)
         loss = result.get("loss") if isinstance(result, Mapping) else result
         # In manual optimization a step may return whatever it likes.

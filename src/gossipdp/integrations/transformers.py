@@ -7,6 +7,7 @@ from torch import nn
 
 from gossipdp.integrations import needed_from
 from gossipdp.integrations.accelerate import torch_optimizer
+from gossipdp.parallel.counted_batches import arguments
 from gossipdp.parallel.module import GossipDataParallel
 from gossipdp.parallel.stats import Consolidated
 
@@ -35,9 +36,8 @@ class GossipCallback(TrainerCallback):
         consolidated: how the run ended; None until then.
 
     Raises:
-        ValueError: an option that does not go with a framework's loop; at the start of training:
-            the Trainer is of several processes or GPUs, or would load a checkpoint of its own at
-            the end.
+        ValueError: at the start of training: the Trainer is of several processes or GPUs, or would
+            load a checkpoint of its own at the end.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -80,7 +80,7 @@ class GossipCallback(TrainerCallback):
         def count(module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
             # A copy of the model brings this hook along.
             if module is model and module.training and torch.is_grad_enabled():
-                wrapped.count_batch((positional, named))
+                wrapped.count_batch(arguments(positional, named))
 
         self._counting = model.register_forward_pre_hook(count, with_kwargs=True)
         if wrapped.rank > 0:

@@ -237,7 +237,7 @@ class Checkpointer:
         self.is_due = False
         try:
             write = self._draft(states)
-        except PoisonedError as error:
+        except (PoisonedError, ValueError) as error:  # poison, or a state that cannot be saved
             self._num_failed += 1
             logger.error("%s", error)
             return

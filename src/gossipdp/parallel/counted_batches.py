@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import logging
 import math
 import weakref
@@ -18,6 +19,7 @@ from gossipdp.logs import OF_RUN
 from gossipdp.parallel.checkpointer import Checkpointer
 from gossipdp.parallel.data_position import DataPosition
 from gossipdp.parallel.entry import Entry
+from gossipdp.parallel.schedule import set_rates
 
 logger = logging.getLogger("gossipdp")
 
@@ -141,6 +143,7 @@ class CountedBatches:
         epochs_before, samples_before = self._epochs_before, self._samples_before
         self.budget_samples = budget = samples_before + num_epochs * size
         self._say_if_ended(f"epochs() up to {epochs_before + num_epochs}")
+        set_rates(self._worker.optimizers)
 
         def epochs() -> Iterator[tuple[int, Iterator[Batch]]]:
             with self._checkpointer.of_batches():
@@ -152,6 +155,8 @@ class CountedBatches:
                     if epoch >= num_epochs:  # the loop broke off epochs before their ends
                         return
                     end = samples_before + (epoch + 1) * size
+                    if inspect.getgeneratorstate(passes) == inspect.GEN_CLOSED:  # by an error of
+                        passes = self._passes(loader)  # the loader, which the script has caught
                     yield epochs_before + epoch, self._until(end, passes)
 
         return epochs()
@@ -262,6 +267,11 @@ class CountedBatches:
             )
         self._counted += samples
         return samples
+
+
+def arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[Any, Any]:
+    """Return the arguments of a call as a batch: they are no list of samples."""
+    return {**dict(enumerate(args)), **kwargs}
 
 
 def _batch_size(batch: Any, batch_dim: int, usual: int | None = None) -> int | None:

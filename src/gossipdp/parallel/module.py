@@ -23,7 +23,7 @@ from gossipdp.parallel.checkpoint_files import (
     write_average,
 )
 from gossipdp.parallel.checkpointer import Stateful
-from gossipdp.parallel.counted_batches import dataset_size
+from gossipdp.parallel.counted_batches import arguments, dataset_size
 from gossipdp.parallel.hooks import check_arguments, checked_optimizers
 from gossipdp.parallel.options import Checkpoints, Counting, Exchange, Monitor, Network, Options
 from gossipdp.parallel.stats import Consolidated, Stats, warn_of_steps_after
@@ -224,7 +224,7 @@ class GossipDataParallel(nn.Module):
         module itself, or a compiled one, instead.
         """
         if (self.training or self.module.training) and torch.is_grad_enabled():
-            self._worker.begin_forward((*args, *kwargs.values()))
+            self._worker.begin_forward(arguments(args, kwargs))
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -337,13 +337,14 @@ class GossipDataParallel(nn.Module):
         binary tree over the workers: each worker sends one model at most, and this one holds two
         more copies. They are computed in float32 where parameters have 16 bits. If a worker dies
         meanwhile, this one asks again without it. One that lives and gives no state (it joins, is
-        poisoned, or fails twice) is left out with a warning. Within itself it changes nothing.
+        poisoned, or fails twice) is left out with a warning. Within itself, and after
+        :meth:`consolidate`, it changes nothing: the module holds the average then.
 
         Raises:
             PoisonedError: this worker's parameters hold NaN or infinity, and it sends none of them.
             RuntimeError: within it, on a step, a checkpoint or the loading of a state.
         """
-        return self._worker.averaged()
+        return contextlib.nullcontext() if self._consolidated else self._worker.averaged()
 
     def consolidate(self, *, timeout_s: float | None = None) -> Consolidated:
         """End the run: wait for all live workers, then give all of them the exact average.
@@ -367,6 +368,8 @@ class GossipDataParallel(nn.Module):
         Raises:
             RuntimeError: it was called before, or workers wait for each other as above.
         """
+        if self._worker.is_closed:
+            raise RuntimeError("consolidate() was called before, or the model is closed")
         self._worker.checkpointer.take_last()
         self._worker.monitoring.consolidating()
         is_common_end = self._worker.batches.finished
@@ -447,7 +450,7 @@ class GossipDataParallel(nn.Module):
         """
         check_name(path)
         is_writer = self._worker.replica.environment.shard == 0
-        with contextlib.nullcontext() if self._consolidated else self.averaged():
+        with self.averaged():
             without = () if base else self._worker.frozen_names()
             state = copied_state(self.module, is_kept=is_writer, without=without)
         if is_writer:

@@ -24,7 +24,6 @@ from gossipdp.rules import (
 PathLike = str | os.PathLike[str]
 
 METHODS = ("a2cid2", "gossip", "none")
-GOSSIP_METHODS = ("a2cid2", "gossip")
 
 
 def _instance_of(kind: type, name: str, value: Any) -> Any:
@@ -221,7 +220,7 @@ class Options(Checked):
                 "comm_rate='auto' follows what they can keep up with: give a number, or "
                 "pace='free'"
             )
-        if self.method in GOSSIP_METHODS:
+        if self.method != "none":
             return
         moments = self.exchange.moments
         for name, given, default in (

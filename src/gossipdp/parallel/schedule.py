@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -13,8 +13,8 @@ SHAPES = ("constant", "linear", "cosine", "one_cycle")
 ONE_CYCLE_WARMUP, ONE_CYCLE_START, ONE_CYCLE_END = 0.3, 1 / 25, 4e-6
 """Those of torch's OneCycleLR."""
 
-FOLLOW_PROGRESS: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
-"""The optimizers that have a :class:`ProgressLR`."""
+FOLLOW_PROGRESS: "weakref.WeakSet[ProgressLR]" = weakref.WeakSet()
+"""All that live."""
 
 
 @runtime_checkable
@@ -98,7 +98,7 @@ class ProgressLR(LRScheduler):
                 "of progress to factor, or a function of progress"
             )
         super().__init__(optimizer)
-        FOLLOW_PROGRESS.add(optimizer)
+        FOLLOW_PROGRESS.add(self)
 
     def factor(self, progress: float) -> float:
         """Return the factor of the first rates at that progress, 0 to 1."""
@@ -132,9 +132,24 @@ class ProgressLR(LRScheduler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the first rates, and set those of the present progress."""
         self.base_lrs = list(state_dict["base_lrs"])
+        self.set_rates()
+
+    def set_rates(self) -> None:
+        """Set the rates of the present progress, without a step."""
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             group["lr"] = rate
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+
+def set_rates(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Set the rates of the present progress, where a :class:`ProgressLR` sets them.
+
+    A schedule is often made before the run's end is known, and without that it takes a worker that
+    has just joined or resumed for one at the start.
+    """
+    for schedule in list(FOLLOW_PROGRESS):
+        if schedule.optimizer in optimizers:
+            schedule.set_rates()
 
 
 def _share(name: str, value: float | None, default: float) -> float:

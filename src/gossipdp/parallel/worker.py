@@ -37,7 +37,7 @@ from gossipdp.parallel.hooks import Hooks, warn_of_step_counters, warn_of_steps_
 from gossipdp.parallel.moments import chosen_moments, kept_moments
 from gossipdp.parallel.monitoring import Monitoring
 from gossipdp.parallel.optimizer_watch import OptimizerWatch
-from gossipdp.parallel.options import GOSSIP_METHODS, Options
+from gossipdp.parallel.options import Options
 from gossipdp.parallel.pace import Pace
 from gossipdp.parallel.packing import check_savable
 from gossipdp.parallel.shards import Replica, reshard
@@ -86,7 +86,7 @@ class Worker(Entry):
     ) -> None:
         check_platform()
         self.average_saved_at_step = -1
-        self._is_averaged = self._is_closed = False
+        self._is_averaged = self.is_closed = False
         self._is_reported = REPORT_VARIABLE not in os.environ  # to a launcher: that it trains
         self._unchecked = set(range(len(optimizers)))
         self._process_id = os.getpid()
@@ -148,7 +148,7 @@ class Worker(Entry):
             self.monitoring.begin(self, self.stats, lambda: self.batches.budget_samples)
             names = {id(parameter): name for name, parameter in module.named_parameters()}
             exchanged = choice if isinstance(choice, Mapping) else ()
-            is_moved = options.method in GOSSIP_METHODS and self.world_size > 1
+            is_moved = options.method != "none" and self.world_size > 1
             self._watches = [
                 OptimizerWatch(each, names, exchanged, is_moved=is_moved) for each in optimizers
             ]
@@ -293,6 +293,7 @@ class Worker(Entry):
 
     def _found_poison(self, outcome: str) -> PoisonedError | None:
         """Return an error with this ``outcome`` if NaN or infinity is in what is averaged."""
+        self.check()  # what was put in their place since the last step is averaged, too
         segments = self._state.segments
         if all(is_finite(segment.x) for segment in segments if segment.role.is_averaged):
             return None
@@ -325,7 +326,6 @@ class Worker(Entry):
         """
         if self._is_averaged:
             raise RuntimeError("save no checkpoint within model.averaged(): step out of it first")
-        self.check()
         self._thread.check()
         poison = self._found_poison(
             "they are not saved, and the checkpoints written before are kept"
@@ -387,8 +387,6 @@ class Worker(Entry):
 
     def consolidate(self, timeout_s: float = math.inf) -> Consolidated:
         """See ``GossipDataParallel.consolidate``."""
-        if self._is_closed:
-            raise RuntimeError("consolidate() was called before, or the model is closed")
         self.is_consolidating = True
         self._refuse_poison(
             "they are not averaged with the others'. Lower the learning rate or clip gradients",
@@ -464,9 +462,9 @@ class Worker(Entry):
 
     def leave(self) -> None:
         """End threads and links. A second call does nothing."""
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         _workers.discard(self)
         try:
             super().leave()

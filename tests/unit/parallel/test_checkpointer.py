@@ -6,6 +6,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from checkpointing import AtOnce, WhenTold, step, steps_saved
@@ -124,6 +125,30 @@ def test_a_loop_that_calls_the_module_is_saved_at_its_next_step(linear, tmp_path
         step(model.module, optimizer)
     model.close()
     assert steps_saved(tmp_path) == [3]
+
+
+class Stopper:
+    best: object = 0.0
+
+    def state_dict(self) -> dict[str, object]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.best = state["best"]
+
+
+def test_a_state_that_becomes_unsavable_ends_no_training(linear, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(Checkpointer, "make_writer", AtOnce)
+    model, optimizer = linear(tmp_path, 1)
+    stopper = Stopper()
+    model.also_checkpoint(stopper=stopper)
+    step(model, optimizer)
+    stopper.best = np.float32(1)
+    for _ in range(2):
+        step(model, optimizer)
+    assert (model.stats().gradient_steps, model.stats().checkpoints_failed) == (3, 2)
+    assert "stopper" in caplog.text
+    assert model.consolidate().gradient_steps == 3
 
 
 def test_a_new_name_starts_afresh_and_none_comes_after_the_first_step(linear, tmp_path, caplog):

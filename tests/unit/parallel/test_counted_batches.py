@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from gossipdp import Counting, GossipDataParallel
+from gossipdp import Counting, GossipDataParallel, ProgressLR
 
 
 def step(forward: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, x: Tensor) -> None:
@@ -130,6 +130,42 @@ def others_train(model: GossipDataParallel, times: int, monkeypatch: pytest.Monk
     """All workers together have trained on so many times the samples of this one."""
     worker = model._worker
     monkeypatch.setattr(worker, "total_samples", lambda: times * worker.stats().samples)
+
+
+def test_a_schedule_follows_the_run_from_the_first_step_of_one_that_comes_late(linear, monkeypatch):
+    model, optimizer = linear()
+    monkeypatch.setattr(model._worker, "total_samples", lambda: 90)
+    schedule = ProgressLR(optimizer, model, "linear")
+    assert schedule.get_last_lr() == [0.1], "nothing says where the run ends"
+    model.epochs(DataLoader(torch.ones(25, 3), 5), 4)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+class FailsOnce:
+    dataset = range(8)
+
+    def __init__(self) -> None:
+        self.numbers = iter(range(100))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while True:
+            if next(self.numbers) == 1:
+                raise OSError("a file is damaged")
+            yield torch.ones(4, 3)
+
+
+def test_a_script_may_go_on_after_an_error_of_its_loader(linear):
+    model, optimizer = linear()
+    steps, failures = [], 0
+    for epoch, batches in model.epochs(FailsOnce(), 3):
+        try:
+            for inputs in batches:
+                step(model, optimizer, inputs)
+                steps.append(epoch)
+        except OSError:
+            failures += 1
+    assert (steps, failures) == ([0, 1, 2, 2], 1)
+    assert model.stats().samples == 16
 
 
 def test_epochs_are_those_of_the_whole_run(linear, monkeypatch):

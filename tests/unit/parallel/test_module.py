@@ -339,6 +339,19 @@ def test_samples_are_counted_in_training_mode_alone_and_may_be_given(wrap, wrap_
     assert given.stats().samples == 3
 
 
+class Sum(nn.Linear):
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(sum(inputs))
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_several_arguments_are_no_list_of_samples(wrap_sgd, number):
+    model, optimizer = wrap_sgd(Sum(2, 1))
+    model(*number * [torch.ones(4, 8, 2)]).sum().backward()
+    optimizer.step()
+    assert model.stats().samples == 4
+
+
 def test_without_a_budget_progress_is_an_error_that_says_what_to_give(linear):
     model, optimizer = linear()
     assert model.progress() == 0.0
@@ -431,6 +444,23 @@ def test_consolidate_closes_and_the_module_trains_on_alone_and_a_state_dict_stay
     assert model.stats().gradient_steps == 1
     with pytest.raises(RuntimeError, match="before"):
         model.consolidate()
+    with model.averaged():
+        assert all(map(torch.equal, net.parameters(), model.parameters()))
+
+
+def test_what_took_the_place_of_parameters_since_the_last_step_is_averaged(linear):
+    """As a moving average does that a script updates by hand."""
+    model, _ = linear()
+    weight = model.module.weight
+    weight.data = weight.data + 1.0
+    expected = weight.detach() + 0.5
+    for chunk in model._worker._state.averaged_chunks:
+        chunk.pending.fill_(0.5)
+        chunk.restored()
+    with model.averaged():
+        torch.testing.assert_close(weight.detach(), expected)
+    model.consolidate()
+    torch.testing.assert_close(weight.detach(), expected)
 
 
 def test_worker_seeds_are_distinct_and_fit_into_32_bits(linear):

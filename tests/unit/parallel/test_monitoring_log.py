@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from msgspec.structs import replace
 from torch import nn
@@ -39,11 +40,14 @@ def test_a_run_of_one_worker_is_logged_whole_with_numbers_of_numpy_and_any_text(
     model.log(accuracy=np.mean([0.5, 1.0]), file="caf\udce9", passed=True)
     model.consolidate()
     model.log(test_accuracy=np.float64(0.9), name=np.str_("best"))
+    with pytest.raises(RuntimeError, match="before"):
+        model.consolidate()
     worker = read(tmp_path / "new" / "run")
     assert (worker.counts[-1].gradient_steps, worker.counts[-1].samples) == (3, 24)
     assert not all(math.isnan(step.loss) for step in worker.counts)
     assert len(worker.lives) == 1
     assert worker.averaging is not None
+    assert worker.counts[-1].state == "left"
     assert (worker.end.gradient_steps, worker.end.consensus_distance) == (3, 0.0)
     before = {"learning_rate": 0.1, "accuracy": 0.75, "file": "caf\\udce9", "passed": True}
     assert worker.last_values() == before | {"test_accuracy": 0.9, "name": "best"}
