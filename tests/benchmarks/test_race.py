@@ -203,8 +203,9 @@ class FakeJob:
         self.started: list[FakeProcess] = []
         self.training: set[tuple[int, int]] = set()
         self.injector = FaultInjector(FaultPlan.parse(faults), 3, clock=lambda: self.now_s)
-        how = {"whole": whole, "clock": lambda: self.now_s}
-        self.job = Job(3, self.start, self.trains, self.injector, **how)
+        self.job = Job(
+            3, self.start, self.trains, self.injector, whole=whole, clock=lambda: self.now_s
+        )
 
     def trains(self, rank: int) -> bool:
         return self.life(rank).name in self.training

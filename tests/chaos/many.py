@@ -281,9 +281,10 @@ def main() -> int:
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         try:
-            what, on_failure = (Path(directory), arguments, began_s), partial(end_at_the_second, [])
-            limits: dict[str, Any] = {"max_restarts": 1, "timeout_s": LIMIT_S}
-            ends = launch(train, arguments.workers, what, on_failure=on_failure, **limits)
+            what, ended = (Path(directory), arguments, began_s), partial(end_at_the_second, [])
+            ends = launch(
+                train, arguments.workers, what, on_failure=ended, max_restarts=1, timeout_s=LIMIT_S
+            )
         except WorkerFailedError as error:
             problems.append(str(error))
     problems += problems_of(ends, arguments.longest_ms)

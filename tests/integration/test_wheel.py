@@ -17,8 +17,10 @@ NAME = f"gossipdp-{gossipdp.__version__}"
 
 
 def run(*words: str, **variables: str) -> str:
-    where = {"env": {**os.environ, **variables}, "cwd": sys.prefix}  # no source tree is there
-    done = subprocess.run(words, capture_output=True, text=True, check=False, **where)
+    environment = os.environ | variables
+    done = subprocess.run(  # in a directory without a source tree
+        words, capture_output=True, text=True, check=False, env=environment, cwd=sys.prefix
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -66,8 +68,8 @@ def test_installed_it_runs(dist, tmp_path):
         str(dist / f"{NAME}-py3-none-any.whl"),
     )  # fmt: skip
     command = [sys.executable, "-P", str(tmp_path / "bin" / "gossipdp")]
-    variables = {"PYTHONPATH": str(tmp_path)}
-    assert run(*command, "--version", **variables) == f"gossipdp {gossipdp.__version__}\n"
-    where = run(sys.executable, "-c", "import gossipdp; print(gossipdp.__file__)", **variables)
+    path = str(tmp_path)
+    assert run(*command, "--version", PYTHONPATH=path) == f"gossipdp {gossipdp.__version__}\n"
+    where = run(sys.executable, "-c", "import gossipdp; print(gossipdp.__file__)", PYTHONPATH=path)
     assert Path(where.strip()).is_relative_to(tmp_path)
-    assert "simulate" in run(*command, "--help", **variables)
+    assert "simulate" in run(*command, "--help", PYTHONPATH=path)
