@@ -264,9 +264,7 @@ def main() -> int:
     parser.add_argument("--method", default="a2cid2", help="gossip holds 4 bytes a value less")
     parser.add_argument("--exchanges", type=int, default=1, help="of each worker before the end")
     parser.add_argument("--timeout-s", type=float, default=5.0, help="of silence, as of Network")
-    parser.add_argument(
-        "--longest-ms", type=float, default=LONGEST_TURN_MS, help="that a turn may take"
-    )
+    parser.add_argument("--longest-ms", type=float, default=LONGEST_TURN_MS, help="of a turn")
     parser.add_argument("--results", type=Path, default=Path("runs/many.json"), help="JSON file")
     arguments = parser.parse_args()
     beside = BYTES_BESIDES + PIECES_BESIDES * 4 * min(PIECE, arguments.values)

@@ -332,10 +332,6 @@ def until_asked(directory: Path) -> None:
             unfinished.rename(directory / f"{model.rank}.{shard_number}")
 
 
-def all_train(directory: Path) -> bool:
-    return len(list(directory.glob("[01].[01]"))) == 4
-
-
 def check_saved(directory: Path) -> None:
     """Each process has one checkpoint, those of a replica of the same step."""
     for replica in (0, 1):

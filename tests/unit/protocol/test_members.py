@@ -1,16 +1,73 @@
-"""Membership: its news, joiners that are forgotten, how one joins."""
+"""Membership: which record wins, its news, joiners that are forgotten, how one joins."""
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gossipdp.protocol.members import (
     MAX_INCARNATION,
+    MAX_LEAP,
     MAX_RANK,
     Member,
     Membership,
     Status,
     first_incarnation,
 )
+
+membership_events = st.one_of(
+    st.builds(
+        Member,
+        rank=st.integers(0, 2),
+        incarnation=st.sampled_from([0, 1, 1, 2, 2, 3, MAX_LEAP + 3, 2 * MAX_LEAP + 5]),
+        process_id=st.integers(6, 8),
+        status=st.sampled_from(Status),
+    ),
+    st.sampled_from([Status.ALIVE, Status.DONE, Status.LEFT]),  # this worker's own
+    st.integers(0, 3),  # a rank that it declares dead
+)
+
+
+@given(st.lists(membership_events, max_size=40))
+def test_membership_has_the_greatest_record_of_each_rank_after_every_event(events):
+    """Rank 0 outbids a greater record of itself; none raises a known incarnation very far."""
+    table = Membership(Member(0, 1, 7))
+    own, rival = table.own, None
+    known = {0: own}
+    for event in events:
+        match event:
+            case Member(rank=rank, incarnation=incarnation, process_id=process_id, status=status):
+                old = known.get(rank)
+                is_news = old is None or (
+                    (incarnation, process_id, status)
+                    > (old.incarnation, old.process_id, old.status)
+                    and incarnation <= old.incarnation + MAX_LEAP
+                )
+                assert table.merge(event) == is_news
+                if is_news and rank == 0 and own.status is not Status.LEFT:
+                    rival = event if process_id != 7 and status < Status.LEFT else None
+                    own = known[0] = replace(own, incarnation=incarnation + 1)
+                elif is_news:
+                    known[rank] = event
+            case Status():
+                if is_news := event > own.status:
+                    own = known[0] = replace(own, status=event)
+                assert table.set_status(event) == is_news
+            case 0 if known[0] == own and own.status < Status.LEFT:
+                with pytest.raises(ValueError, match="worker 0 cannot declare itself dead"):
+                    table.declare_dead(0)
+            case rank:
+                is_news = rank in known and known[rank].status < Status.LEFT
+                if is_news:
+                    known[rank] = replace(known[rank], status=Status.DEAD)
+                assert table.declare_dead(rank) == is_news
+        assert (table.own, table.rival) == (own, rival)
+        assert table.members() == tuple(known[rank] for rank in sorted(known))
+        live = {rank for rank, each in known.items() if each.status in (Status.ALIVE, Status.DONE)}
+        assert table.live() == tuple(sorted(live))
+        dialled = {rank for rank, each in known.items() if each.status is not Status.LEFT}
+        assert table.addresses().keys() == dialled - {0}
 
 
 class Watched(dict):
