@@ -200,11 +200,11 @@ class FakeJob:
 
     def __init__(self, faults: str, *, whole: bool) -> None:
         self.now_s = 100.0
-        self.started: list[FakeProcess] = []
-        self.training: set[tuple[int, int]] = set()
+        self.started, self.training = list[FakeProcess](), set[tuple[int, int]]()
         self.injector = FaultInjector(FaultPlan.parse(faults), 3, clock=lambda: self.now_s)
-        how = {"whole": whole, "clock": lambda: self.now_s}
-        self.job = Job(3, self.start, self.trains, self.injector, **how)
+        self.job = Job(
+            3, self.start, self.trains, self.injector, whole=whole, clock=lambda: self.now_s
+        )
 
     def trains(self, rank: int) -> bool:
         return self.life(rank).name in self.training

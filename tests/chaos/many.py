@@ -264,9 +264,7 @@ def main() -> int:
     parser.add_argument("--method", default="a2cid2", help="gossip holds 4 bytes a value less")
     parser.add_argument("--exchanges", type=int, default=1, help="of each worker before the end")
     parser.add_argument("--timeout-s", type=float, default=5.0, help="of silence, as of Network")
-    parser.add_argument(
-        "--longest-ms", type=float, default=LONGEST_TURN_MS, help="that a turn may take"
-    )
+    parser.add_argument("--longest-ms", type=float, default=LONGEST_TURN_MS, help="of a turn")
     parser.add_argument("--results", type=Path, default=Path("runs/many.json"), help="JSON file")
     arguments = parser.parse_args()
     beside = BYTES_BESIDES + PIECES_BESIDES * 4 * min(PIECE, arguments.values)
@@ -281,9 +279,10 @@ def main() -> int:
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         try:
-            what, on_failure = (Path(directory), arguments, began_s), partial(end_at_the_second, [])
-            limits: dict[str, Any] = {"max_restarts": 1, "timeout_s": LIMIT_S}
-            ends = launch(train, arguments.workers, what, on_failure=on_failure, **limits)
+            what, ended = (Path(directory), arguments, began_s), partial(end_at_the_second, [])
+            ends = launch(
+                train, arguments.workers, what, on_failure=ended, max_restarts=1, timeout_s=LIMIT_S
+            )
         except WorkerFailedError as error:
             problems.append(str(error))
     problems += problems_of(ends, arguments.longest_ms)

@@ -22,15 +22,14 @@ NUM_WORKERS, STEPS = 4, 18  # the complete graph, also the ring of three, has no
 BATCH = 8
 
 
-def make_model(directory: str, **options: Any) -> Any:
+def make_model(folder: str, every_steps: int | None = None, keep: int = 3, **options: Any) -> Any:
     """Differently seeded on each worker, on purpose. About three chunks of 1 MB."""
     torch.manual_seed(100 + int(os.environ.get("RANK", "0")))
     net = nn.Sequential(
         nn.Linear(16, 700), nn.BatchNorm1d(700), nn.ReLU(), nn.Linear(700, 900), nn.Linear(900, 4)
     )
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    saving = {name: options.pop(name) for name in ("every_steps", "keep") if name in options}
-    checkpoints = Checkpoints(directory, resume="auto", **saving)
+    checkpoints = Checkpoints(folder, every_steps=every_steps, keep=keep, resume="auto")
     model = GossipDataParallel(net, optimizer, graph="ring", checkpoints=checkpoints, **options)
     return model, optimizer
 

@@ -125,7 +125,7 @@ def test_all_processes_save_the_same_step_when_asked_to_end(workers, tmp_path, m
     sent: list[int] = []
 
     def ask_once_all_train() -> None:
-        if not sent and sharded_runs.all_train(tmp_path):
+        if not sent and len(list(tmp_path.glob("[01].[01]"))) == 4:
             sent.append(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
 

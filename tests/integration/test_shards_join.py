@@ -61,8 +61,9 @@ def join_at_once(directory: Path) -> Seen:
         module.Worker = Lagging  # type: ignore[misc]
     dist.init_process_group("gloo")
     network = Network(timeout_s=2.0)  # a joining replica waits as long for others of its rank
-    options = {"graph": "complete", "budget_samples": ENDLESS, "network": network}
-    model, net, optimizer = wrapped(0 if is_run else 1, lr=0.0, **options)
+    model, net, optimizer = wrapped(
+        0 if is_run else 1, lr=0.0, graph="complete", budget_samples=ENDLESS, network=network
+    )
     seen = Seen(model.rank, model.world_size, 0, model.worker_seed)
     counted = [int(each["step"]) for each in optimizer.state_dict()["state"].values()]
     seen.facts |= {"at first": values(net), "steps taken over": counted}

@@ -17,8 +17,10 @@ NAME = f"gossipdp-{gossipdp.__version__}"
 
 
 def run(*words: str, **variables: str) -> str:
-    where = {"env": {**os.environ, **variables}, "cwd": sys.prefix}  # no source tree is there
-    done = subprocess.run(words, capture_output=True, text=True, check=False, **where)
+    environment = os.environ | variables
+    done = subprocess.run(  # in a directory without a source tree
+        words, capture_output=True, text=True, check=False, env=environment, cwd=sys.prefix
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -46,15 +48,13 @@ def test_the_wheel_holds_the_package_alone_and_names_the_command_and_the_extras(
     assert metadata["Version"] == gossipdp.__version__
     extras = set(metadata.get_all("Provides-Extra", []))
     assert {"lightning", "transformers", "ray", "lab", "dev"} <= extras
-    entry = wheel[f"{NAME}.dist-info/entry_points.txt"].decode()
-    assert "gossipdp = gossipdp.cli.main:main" in entry
+    assert b"gossipdp = gossipdp.cli.main:main" in wheel[f"{NAME}.dist-info/entry_points.txt"]
 
 
 def test_the_sdist_holds_what_tests_and_docs_need(dist):
     with tarfile.open(dist / f"{NAME}.tar.gz") as archive:
         names = {name.removeprefix(f"{NAME}/") for name in archive.getnames()}
-    needed = {"pyproject.toml", "LICENSE", "Makefile", "constraints.txt", "CONTRIBUTING.md"}
-    assert needed <= names
+    assert {"pyproject.toml", "LICENSE", "Makefile", "constraints.txt", "CONTRIBUTING.md"} <= names
     tops = {name.split("/")[0] for name in names}
     assert {"src", "tests", "docs", "examples", "benchmarks"} <= tops
     assert not tops & {".venv", "runs", "dist", "build", ".git"}
@@ -66,8 +66,8 @@ def test_installed_it_runs(dist, tmp_path):
         str(dist / f"{NAME}-py3-none-any.whl"),
     )  # fmt: skip
     command = [sys.executable, "-P", str(tmp_path / "bin" / "gossipdp")]
-    variables = {"PYTHONPATH": str(tmp_path)}
-    assert run(*command, "--version", **variables) == f"gossipdp {gossipdp.__version__}\n"
-    where = run(sys.executable, "-c", "import gossipdp; print(gossipdp.__file__)", **variables)
+    path = str(tmp_path)
+    assert run(*command, "--version", PYTHONPATH=path) == f"gossipdp {gossipdp.__version__}\n"
+    where = run(sys.executable, "-c", "import gossipdp; print(gossipdp.__file__)", PYTHONPATH=path)
     assert Path(where.strip()).is_relative_to(tmp_path)
-    assert "simulate" in run(*command, "--help", **variables)
+    assert "simulate" in run(*command, "--help", PYTHONPATH=path)

@@ -148,9 +148,10 @@ def wrapped(
 def train(mesh: DeviceMesh, directory: Path, save: str) -> Seen:
     """Run over gossip, from the wrapper to the consolidated model; ``save`` is a program."""
     exchange = Exchange(pace="strict", moments={"exp_avg": 1, "exp_avg_sq": 2})
-    options: dict[str, Any] = {"exchange": exchange, "comm_rate": 2.0, "budget_samples": BUDGET}
-    options["checkpoints"] = Checkpoints(directory / "run", every_steps=5)
-    model, net, optimizer = wrapped(dist.get_rank(), mesh, **options)
+    rank, saving = dist.get_rank(), Checkpoints(directory / "run", every_steps=5)
+    model, net, optimizer = wrapped(
+        rank, mesh, exchange=exchange, comm_rate=2.0, budget_samples=BUDGET, checkpoints=saving
+    )
     seen = Seen(model.rank, model.world_size, 0, model.worker_seed)
     for batch in model.batches(loader(model.worker_seed)):
         step(model, optimizer, batch)
@@ -294,8 +295,10 @@ def averages(
 def poisoned(mesh: DeviceMesh) -> dict[str, Any]:
     """Give one process of replica 1 a batch of NaN, so that its replica's parameters become NaN."""
     rank, num_steps = dist.get_rank(), 0
-    often: dict[str, Any] = {"exchange": Exchange(pace="strict"), "comm_rate": 2.0}
-    model, net, optimizer = wrapped(rank, mesh, budget_samples=BUDGET // 2, **often)
+    strict = Exchange(pace="strict")
+    model, net, optimizer = wrapped(
+        rank, mesh, exchange=strict, comm_rate=2.0, budget_samples=BUDGET // 2
+    )
     try:
         for inputs, targets in model.batches(loader(model.worker_seed)):
             factor = math.nan if (rank, num_steps) == (3, 5) else 1.0
@@ -327,10 +330,6 @@ def until_asked(directory: Path) -> None:
             unfinished = directory / f"{model.rank}.{shard_number}.unfinished"
             unfinished.write_text(str(os.getpid()))
             unfinished.rename(directory / f"{model.rank}.{shard_number}")
-
-
-def all_train(directory: Path) -> bool:
-    return len(list(directory.glob("[01].[01]"))) == 4
 
 
 def check_saved(directory: Path) -> None:

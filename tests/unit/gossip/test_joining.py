@@ -72,8 +72,11 @@ class Network:
         identity = Identity(0, 0, 5, "run", "", "", "", "", "", host="127.0.0.1")
         return ask_members(
             lambda: ADDRESSES[: 1 + (self.now_s >= self.known_s)],
-            *(identity, b"secret"),
-            **{"tls": None, "timeout_s": TIMEOUT_S, "clock": lambda: self.now_s},
+            identity,
+            b"secret",
+            tls=None,
+            timeout_s=TIMEOUT_S,
+            clock=lambda: self.now_s,
         )
 
 

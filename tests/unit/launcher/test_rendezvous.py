@@ -56,8 +56,9 @@ class Alone:
 
     def __init__(self, own: Environment, store: Any) -> None:
         self.now_s = 0.0
-        times = {"clock": lambda: self.now_s, "sleep": self._sleep}
-        self.part = Rendezvous(own, store, timeout_s=60, **times)
+        self.part = Rendezvous(
+            own, store, timeout_s=60, clock=lambda: self.now_s, sleep=self._sleep
+        )
 
     def _sleep(self, seconds: float) -> None:
         self.now_s += seconds

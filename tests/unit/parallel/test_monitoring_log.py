@@ -153,11 +153,11 @@ def test_what_goes_wrong_in_the_log_ends_neither_thread_nor_run(tmp_path, caplog
 
 
 def test_a_run_that_resumes_goes_on_with_its_log(tmp_path):
-    saved = {"checkpoints": Checkpoints(tmp_path / "saved", resume="auto")}
-    model = train(tmp_path / "log", **saved)
+    checkpoints = Checkpoints(tmp_path / "saved", resume="auto")
+    model = train(tmp_path / "log", checkpoints=checkpoints)
     model.save_checkpoint()
     model.close()
-    train(tmp_path / "log", **saved).close()
+    train(tmp_path / "log", checkpoints=checkpoints).close()
     worker = read(tmp_path / "log")
     assert worker.counts[-1].gradient_steps == 6
     assert len(worker.lives) == 2

@@ -1,10 +1,12 @@
 """Verdicts of the failure detector: when, and on whose word."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from random import Random
 
-import pytest
-from driven_worker import of_type
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from gossipdp.protocol import liveness
 from gossipdp.protocol.actions import Reach, Send
@@ -13,17 +15,12 @@ from gossipdp.protocol.messages import AskLife, TellLife
 from gossipdp.protocol.peers import Peers
 
 TIMEOUT_S = 10.0
-ASKED_AT = liveness.ASK_AFTER * TIMEOUT_S
+ASKED_AT, REACH_S = liveness.ASK_AFTER * TIMEOUT_S, liveness.REACH_FOR * TIMEOUT_S
 REACH = Reach(1, "10.0.0.1", 4001)
 
 
-def say_no(made: liveness.FailureDetector, peer: int, question: AskLife, now: float) -> None:
-    no = TellLife(question.suspect, question.counter, is_heard=False)
-    assert made.receive(peer, no, now) == []
-
-
 def detector(
-    *watched: int, live: Sequence[int] = (1,), linked: Sequence[int] = (), heard_at: float = 0.0
+    *watched: int, live: Sequence[int] = (1,), linked: Sequence[int] = ()
 ) -> liveness.FailureDetector:
     """Make the detector of rank 0; those that are live, or linked, may be asked."""
     membership = Membership(Member(0, 0, 100), 10)
@@ -33,123 +30,159 @@ def detector(
     )
     peers = Peers(membership, Progress(0, 100), TIMEOUT_S)
     for peer in linked:
-        peers.up(peer, heard_at)
+        peers.up(peer, 0.0)
     made = liveness.FailureDetector(membership, peers, TIMEOUT_S, Random(0))
     made.watch(watched, 0.0)
     return made
 
 
-def found_dead(made: liveness.FailureDetector, now: float) -> list[int]:
-    """Let it do what is due, which brings nothing to say; return all that it has found dead."""
-    assert made.poll(now) == []
+def found_dead(made: liveness.FailureDetector) -> list[int]:
     return [each.rank for each in made._membership.members() if each.status is Status.DEAD]
 
 
-def asked(actions: Sequence[liveness.DetectorAction]) -> dict[int, AskLife]:
-    sent = of_type(actions, Send)
-    return {each.peer: each.message for each in sent if isinstance(each.message, AskLife)}
+@dataclass
+class Watched:
+    """What a model knows of the watch over rank 1; ``deadline``: of the answers, once it asked."""
+
+    since: float
+    not_before: float = -math.inf
+    retry_s: float = TIMEOUT_S
+    inquire_at: float = math.inf
+    deadline: float | None = None
+    asked: set[int] = field(default_factory=set)
+    is_confirmed: bool = False
+    is_refused: bool = False
+
+    def due_at(self, heard_at: float) -> float:
+        """Return when the next inquiry, or the verdict, is due."""
+        silent_since = max(self.since, heard_at)
+        if self.deadline is None:
+            return max(min(self.inquire_at, silent_since + ASKED_AT), self.not_before)
+        answered_at = self.deadline if self.asked else -math.inf
+        if not self.is_refused:
+            return max(answered_at, silent_since + TIMEOUT_S)
+        early = liveness.ANSWER_WITHIN - liveness.CONFIRMED_WITHIN if self.is_confirmed else 0.0
+        return answered_at - early * TIMEOUT_S
 
 
-def answered(actions: Sequence[liveness.DetectorAction]) -> dict[int, bool]:
-    sent = of_type(actions, Send)
-    return {each.peer: each.message.is_heard for each in sent if isinstance(each.message, TellLife)}
-
-
-def begin_inquiry(made: liveness.FailureDetector) -> dict[int, AskLife]:
-    """Begin an inquiry after rank 1, which is silent."""
-    return asked(made.poll(ASKED_AT))
-
-
-def test_three_others_are_asked_the_linked_first():
-    questions = begin_inquiry(detector(1, live=[4, 5], linked=[2, 3]))
-    assert questions.keys() in ({2, 3, 4}, {2, 3, 5})
-    assert {question.suspect for question in questions.values()} == {1}
-
-
-def test_one_yes_keeps_it_alive_and_the_next_inquiry_waits_ever_longer():
-    made = detector(1, linked=[2, 3])
-    now, pauses = 0.0, []
-    for _ in range(6):
-        began, now = now, made.next_deadline()
-        questions = asked(made.poll(now))
-        pauses.append(now - began)
-        yes = TellLife(1, questions[2].counter, is_heard=True)
-        assert made.receive(2, yes, now) == [], "there is no link to close"
-        # What the other answers belongs to an inquiry that is over.
-        say_no(made, 3, questions[3], now)
-    assert pauses == [ASKED_AT] + [factor * TIMEOUT_S for factor in (1, 2, 4, 8, 8)]
-
-
-def test_no_answer_in_time_is_a_no_and_neither_strangers_nor_older_inquiries_count():
-    made = detector(1, linked=[2, 3])
-    counter = begin_inquiry(made)[2].counter
-    for peer, answer in [(9, TellLife(1, counter, True)), (2, TellLife(1, counter - 1, True))]:
-        assert made.receive(peer, answer, ASKED_AT) == []
-    deadline = ASKED_AT + liveness.ANSWER_WITHIN * TIMEOUT_S
-    assert made.next_deadline() == deadline <= 1.1 * TIMEOUT_S
-    assert found_dead(made, deadline - 0.01) == []
-    assert found_dead(made, deadline) == [1]
-
-
-def test_who_cannot_be_reached_is_inquired_after_at_once_but_the_time_out_counts():
-    made = detector(1, linked=[2])
-    made.unreachable(1, 1.0)
-    assert asked(made.poll(1.0)).keys() == {2}
-    assert found_dead(made, 1.0 + liveness.ANSWER_WITHIN * TIMEOUT_S) == []
-    assert found_dead(made, TIMEOUT_S) == [1]
-
-
-def test_the_asked_says_yes_only_to_what_it_hears_anew():
-    made = detector(1, linked=[1])
-    made.heard(1, 4.0)
-    assert made.receive(7, AskLife(1, 5), 4.1) == []
-    assert made.heard(1, 4.5) == [Send(7, TellLife(1, 5, is_heard=True))]
-    assert made.heard(1, 4.6) == [], "an answer is given once"
-
-
-def test_the_asked_says_no_after_its_own_time_out():
-    made = detector(linked=[1], heard_at=4.0)
-    made.receive(7, AskLife(1, 5), 9.0)
-    assert made.next_deadline() == 4.0 + TIMEOUT_S
-    assert answered(made.poll(4.0 + TIMEOUT_S)) == {7: False}
-    late = made.receive(7, AskLife(1, 6), 20.0)
-    assert answered(late) == {7: False}, "at once: its link has been silent for long"
-
-
-@pytest.mark.parametrize(
-    ("ending", "is_reached"),
-    [
-        (lambda made: made.heard(1, 3.2), True),
-        (lambda made: made.unreachable(1, 3.2), False),
-        (lambda made: made.gone(1), False),
-        (lambda made: made.poll(3.0 + liveness.REACH_FOR * TIMEOUT_S), False),
-    ],
-    ids=["reached", "unreachable", "gone", "deadline"],
+# What happens to rank 1 and to this worker; the rank of one that asks about rank 1; and who may
+# have been asked about it, with what comes of that.
+about_rank_1 = ["heard", "refused", "unreachable", "gone", "link lost"]
+answers = ["yes", "no", "no", "an old yes", "refuses", "gone", "link up"]
+detector_events = st.lists(
+    st.one_of(
+        st.sampled_from([0.5, 3.0, "until it is due", "until it is due"]),
+        st.sampled_from([*about_rank_1, "slept", "watched anew", 7, 7, 8]),
+        st.tuples(st.sampled_from([2, 3, 4, 6, 9]), st.sampled_from(answers)),
+    ),
+    min_size=10,
+    max_size=30,
 )
-def test_without_a_link_the_asked_seeks_the_suspect(ending, is_reached):
-    made = detector()
-    assert made.receive(7, AskLife(1, 5), 3.0) == [REACH]
-    made.receive(8, AskLife(1, 2), 3.1)
-    assert answered(ending(made)) == {7: is_reached, 8: is_reached}
-    assert made.poll(100.0) == []
 
 
-def test_who_slept_begins_all_waits_anew():
-    made = detector(1, 2, linked=[2])
-    made.receive(7, AskLife(2, 5), 3.0)
-    begin_inquiry(made)
-    made.slept(50.0)
-    assert made.poll(50.0) == []
-    assert made.next_deadline() == 50.0 + ASKED_AT
+@settings(max_examples=300)
+@example(False, 2, 0, ["until it is due", (2, "yes")] * 6)
+@example(False, 2, 0, ["until it is due", (2, "an old yes"), (3, "no"), "refused", 0.5, 3.0])
+@given(st.booleans(), st.integers(0, 4), st.integers(0, 2), detector_events)
+def test_questions_answers_and_verdicts_are_those_of_a_model_after_every_event(
+    is_linked, num_linked, num_others, events
+):
+    """Without a refusal or a yes, a silent worker is found dead after 1.1 time-outs at most."""
+    assert liveness.ASK_AFTER + liveness.ANSWER_WITHIN <= 1.1
+    linked, others = set(range(2, 2 + num_linked)), set(range(6, 6 + num_others))
+    made = detector(1, live=[*others], linked=[*linked, *[1] * is_linked])
+    now, heard_at, counter = 0.0, 0.0 if is_linked else -math.inf, 0
+    watch: Watched | None = Watched(0.0)
+    askers: dict[int, int] = {}
+    answer_at, dead = math.inf, list[int]()
 
+    def due_at() -> float:
+        dues = [answer_at] if askers else []
+        dues += [] if watch is None else [watch.due_at(heard_at)]
+        return min(dues, default=math.inf)
 
-def test_a_new_link_to_the_asked_carries_the_question_again():
-    made = detector(1, linked=[2, 3])
-    question = begin_inquiry(made)[2]
-    assert made.link_up(2) == [Send(2, question)]
-    say_no(made, 2, question, 7.0)
-    assert made.link_up(2) == []
-    assert made.link_up(9) == []
+    def tell(*, is_heard: bool) -> list[Send[TellLife]]:
+        told = [Send(peer, TellLife(1, number, is_heard)) for peer, number in askers.items()]
+        askers.clear()
+        return told
+
+    for number, event in enumerate(events):
+        actions, expected = [], []
+        match event:
+            case float():
+                now += event
+            case "until it is due" if due_at() < math.inf:
+                assert made.poll(math.nextafter(due_at(), 0.0)) == []
+                now = due_at()
+            case "heard":
+                made._peers.heard(1, now)
+                actions, expected = made.heard(1, now), tell(is_heard=True)
+                heard_at, watch = now, watch and Watched(now)
+            case "refused" | "unreachable":
+                actions, expected = getattr(made, event)(1, now), tell(is_heard=False)
+                if watch is not None:
+                    watch.is_refused |= event == "refused"
+                if watch is not None and watch.deadline is None:
+                    watch.inquire_at = max(now, watch.not_before)
+            case "gone":
+                actions, expected, watch = made.gone(1), tell(is_heard=False), None
+            case "link lost":
+                made._peers.drop(1)
+                actions, expected = made.link_lost(1, now), [REACH] * bool(askers)
+                is_linked, answer_at = False, min(answer_at, now + REACH_S)
+            case "slept":
+                made._peers.slept(now)
+                made.slept(now)
+                askers.clear()
+                heard_at, watch = now, watch and Watched(now)
+            case "watched anew":
+                made.watch([], now)
+                made.watch([1], now)
+                watch = Watched(now)
+            case int():
+                actions = made.receive(event, AskLife(1, number), now)
+                latest = heard_at + TIMEOUT_S if is_linked else now + REACH_S
+                if now >= latest:
+                    expected = [Send(event, TellLife(1, number, is_heard=False))]
+                else:
+                    expected, answer_at = [REACH] * (not is_linked), answer_at if askers else latest
+                    askers[event] = number
+            case (peer, outcome):
+                is_asked = watch is not None and peer in watch.asked
+                if outcome == "link up":
+                    actions = made.link_up(peer)
+                    expected = [Send(peer, AskLife(1, counter))] * is_asked
+                elif outcome == "gone":
+                    actions = made.gone(peer)
+                elif outcome == "refuses":
+                    actions = made.refused(peer, now)
+                else:
+                    answer = TellLife(1, counter - (outcome == "an old yes"), outcome != "no")
+                    actions = made.receive(peer, answer, now)
+                if is_asked and outcome == "yes":
+                    retry_s = min(2 * watch.retry_s, 8 * TIMEOUT_S)
+                    watch = Watched(watch.since, now + watch.retry_s, retry_s)
+                elif is_asked and outcome in ("no", "refuses", "gone"):
+                    watch.asked.remove(peer)
+                    watch.is_confirmed |= outcome == "no"
+        polled = made.poll(now)
+        if askers and now >= answer_at:
+            expected += tell(is_heard=False)
+        if watch is not None and watch.deadline is None and now >= watch.due_at(heard_at):
+            counter += 1
+            asked = [each.peer for each in polled if isinstance(each.message, AskLife)]
+            assert {*asked} <= linked | others
+            assert len({*asked}) == len(asked) == min(3, num_linked + num_others)
+            assert len(linked.intersection(asked)) == min(3, num_linked), "these come first"
+            expected += [Send(peer, AskLife(1, counter)) for peer in asked]
+            watch.asked, watch.deadline = {*asked}, now + liveness.ANSWER_WITHIN * TIMEOUT_S
+        if watch is not None and watch.deadline is not None and now >= watch.due_at(heard_at):
+            watch, dead = None, [1]
+        assert [*actions, *polled] == expected
+        assert (found_dead(made), set(made.watched)) == (dead, {1} if watch else set())
+        assert now < made.next_deadline() <= due_at()
+        if dead:
+            break
 
 
 def test_only_the_watched_are_judged():
@@ -158,38 +191,14 @@ def test_only_the_watched_are_judged():
     made.watch([2, 3], 5.0)
     assert set(made.watched) == {2, 3}
     assert made.next_deadline() == ASKED_AT  # rank 2, since the beginning
-    assert found_dead(made, TIMEOUT_S) == [2]
-    assert found_dead(made, 5.0 + TIMEOUT_S) == [2, 3]
-
-
-def test_one_of_the_asked_that_stands_still_holds_up_a_confirmed_death_for_a_moment_only():
-    made, confirmed_at = detector(1, linked=[2, 3]), 1.0 + liveness.CONFIRMED_WITHIN * TIMEOUT_S
-    made.refused(1, 1.0)
-    question = asked(made.poll(1.0))[2]
-    assert found_dead(made, confirmed_at) == []
-    say_no(made, 2, question, 1.1)
-    assert made.next_deadline() == pytest.approx(confirmed_at)
-    assert found_dead(made, confirmed_at - 0.01) == []
-    assert found_dead(made, confirmed_at + 0.01) == [1]
-
-
-def test_a_refused_dial_is_death_at_once_where_nobody_is_left_to_ask():
-    made = detector(1)
-    made.refused(1, 1.0)
-    assert made.next_deadline() == 1.0
-    assert found_dead(made, 1.0) == [1]
-
-
-def test_the_asked_dials_the_suspect_where_its_link_is_lost_meanwhile():
-    made = detector(linked=[1])
-    made.receive(7, AskLife(1, 5), 3.0)
-    assert made.link_lost(1, 3.1) == [REACH]
-    assert answered(made.refused(1, 3.2)) == {7: False}
+    for now, dead in [(TIMEOUT_S, [2]), (5.0 + TIMEOUT_S, [2, 3])]:
+        assert made.poll(now) == []
+        assert found_dead(made) == dead
 
 
 def test_of_those_not_known_to_live_nothing_is_heard_and_nothing_kept():
     made = detector()
-    for rank in range(1000):
-        actions = made.receive(7, AskLife(10 + rank, 5), 3.0)
-        assert answered(actions) == {7: False}
+    for rank in range(10, 1010):
+        no = Send(7, TellLife(rank, 5, is_heard=False))
+        assert made.receive(7, AskLife(rank, 5), 3.0) == [no]
     assert made.poll(100.0) == []

@@ -1,9 +1,10 @@
-"""Membership: which record wins, what a worker does about its own, how one joins."""
-
-import itertools
+"""Membership: which record wins, its news, joiners that are forgotten, how one joins."""
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gossipdp.protocol.members import (
     MAX_INCARNATION,
@@ -15,9 +16,58 @@ from gossipdp.protocol.members import (
     first_incarnation,
 )
 
+membership_events = st.one_of(
+    st.builds(
+        Member,
+        rank=st.integers(0, 2),
+        incarnation=st.sampled_from([0, 1, 1, 2, 2, 3, MAX_LEAP + 3, 2 * MAX_LEAP + 5]),
+        process_id=st.integers(6, 8),
+        status=st.sampled_from(Status),
+    ),
+    st.sampled_from([Status.ALIVE, Status.DONE, Status.LEFT]),  # this worker's own
+    st.integers(0, 3),  # a rank that it declares dead
+)
 
-def view(rank: int = 0, process_id: int = 7, incarnation: int = 1) -> Membership:
-    return Membership(Member(rank, incarnation, process_id, Status.ALIVE, "127.0.0.1", 4000))
+
+@given(st.lists(membership_events, max_size=40))
+def test_membership_has_the_greatest_record_of_each_rank_after_every_event(events):
+    """Rank 0 outbids a greater record of itself; none raises a known incarnation very far."""
+    table = Membership(Member(0, 1, 7))
+    own, rival = table.own, None
+    known = {0: own}
+    for event in events:
+        match event:
+            case Member(rank=rank, incarnation=incarnation, process_id=process_id, status=status):
+                old = known.get(rank)
+                is_news = old is None or (
+                    (incarnation, process_id, status)
+                    > (old.incarnation, old.process_id, old.status)
+                    and incarnation <= old.incarnation + MAX_LEAP
+                )
+                assert table.merge(event) == is_news
+                if is_news and rank == 0 and own.status is not Status.LEFT:
+                    rival = event if process_id != 7 and status < Status.LEFT else None
+                    own = known[0] = replace(own, incarnation=incarnation + 1)
+                elif is_news:
+                    known[rank] = event
+            case Status():
+                if is_news := event > own.status:
+                    own = known[0] = replace(own, status=event)
+                assert table.set_status(event) == is_news
+            case 0 if known[0] == own and own.status < Status.LEFT:
+                with pytest.raises(ValueError, match="worker 0 cannot declare itself dead"):
+                    table.declare_dead(0)
+            case rank:
+                is_news = rank in known and known[rank].status < Status.LEFT
+                if is_news:
+                    known[rank] = replace(known[rank], status=Status.DEAD)
+                assert table.declare_dead(rank) == is_news
+        assert (table.own, table.rival) == (own, rival)
+        assert table.members() == tuple(known[rank] for rank in sorted(known))
+        live = {rank for rank, each in known.items() if each.status in (Status.ALIVE, Status.DONE)}
+        assert table.live() == tuple(sorted(live))
+        dialled = {rank for rank, each in known.items() if each.status is not Status.LEFT}
+        assert table.addresses().keys() == dialled - {0}
 
 
 class Watched(dict):
@@ -33,7 +83,7 @@ class Watched(dict):
 
 def test_news_costs_what_is_new_and_not_what_is_known():
     """At the end of a run of n workers n of them say that they are done, one after another."""
-    table, n = view(), 1000
+    table, n = Membership(Member(0, 1, 7)), 1000
     table.merge_all(Member(rank, 0, 1) for rank in range(1, n))
     table._changed_at = watched = Watched(table._changed_at)
     for rank in range(1, n):
@@ -45,48 +95,6 @@ def test_news_costs_what_is_new_and_not_what_is_known():
     news, brought_to = table.news(0, n + 1)
     assert [member.rank for member in news] == list(range(n))
     assert brought_to == table.version
-
-
-def test_higher_incarnation_beats_process_id_beats_status():
-    ascending = [
-        Member(1, incarnation, process_id, status)
-        for incarnation in (1, 2)
-        for process_id in (5, 6)
-        for status in (Status.ALIVE, Status.DONE, Status.LEFT, Status.DEAD)
-    ]
-    for older, newer in itertools.pairwise(ascending):
-        table = view()
-        assert table.merge(older)
-        assert table.merge(newer)
-        assert not table.merge(older)
-        assert table.get(1) == newer
-
-
-def test_a_worker_declared_dead_takes_the_next_incarnation_and_keeps_its_status():
-    table = view()
-    table.set_status(Status.DONE)
-    assert table.merge(Member(0, 1, 7, Status.DEAD, "127.0.0.1", 4000))
-    assert (table.own.incarnation, table.own.status) == (2, Status.DONE)
-    assert table.get(0) == table.own
-    assert not table.merge(Member(0, 1, 7, Status.DEAD, "127.0.0.1", 4000))
-
-
-@pytest.mark.parametrize("status", [Status.ALIVE, Status.DEAD])
-def test_a_worker_outbids_another_process_of_its_rank(status):
-    table, other = view(process_id=7, incarnation=1), Member(0, 4, 9, status)
-    table.merge(other)
-    assert table.own.incarnation == 5
-    assert table.rival == (other if status is Status.ALIVE else None)
-    assert table.get(0) == table.own
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_no_single_record_takes_the_lives_of_a_rank(rank):
-    """A record with incarnation 2**64 - 1 killed its victim, and travelled on."""
-    table = view()
-    table.merge(Member(1, 1, 5))
-    assert not table.merge(Member(rank, MAX_INCARNATION, 9))
-    assert table.merge(Member(rank, 1 + MAX_LEAP, 9))
 
 
 def test_joiners_are_capped_and_forgotten_and_not_dialled_for_ever(monkeypatch):
@@ -121,7 +129,7 @@ def test_one_that_never_joins_is_forgotten_too_until_it_lives():
 
 
 def test_news_comes_in_parts():
-    table = view()
+    table = Membership(Member(0, 1, 7))
     table.merge_all(Member(rank, 0, rank) for rank in (9, 5, 3, 7))
     version = 0
     for ranks in ([0, 9], [3, 5], [7], []):
@@ -131,43 +139,6 @@ def test_news_comes_in_parts():
     assert table.news(version) == ((), version)
     table.merge(Member(2, 0, 2))
     assert [member.rank for member in table.news(version)[0]] == [2]
-
-
-def test_live_ranks():
-    table = view(rank=2)
-    table.merge(Member(0, 1, 1, Status.DEAD))
-    table.merge(Member(1, 1, 1, Status.DONE))
-    table.merge(Member(5, 1, 1, Status.LEFT))
-    assert table.live() == (1, 2)
-    assert table.declare_dead(1)
-    assert table.live() == (2,)
-    assert not table.declare_dead(5), "who has left did not fail"
-    assert not table.declare_dead(9), "nothing is known of 9"
-    table.set_status(Status.LEFT)
-    assert table.live() == ()
-
-
-def test_a_joiner_is_known_but_does_not_take_part_before_it_lives():
-    table = view()
-    table.merge(Member(1, 0, 5, Status.ALIVE))
-    table.merge(Member(1, 1, 6, Status.JOINING))
-    assert table.live() == (0,), "the new life has begun, so the old one is over"
-    assert not table.get(1).is_over
-    assert table.merge(Member(1, 1, 6, Status.ALIVE))
-    assert table.live() == (0, 1)
-    table.merge(Member(2, 0, 7, Status.JOINING))
-    assert table.declare_dead(2), "its address refuses connections"
-
-
-def test_who_has_left_does_not_come_back():
-    table = view()
-    with pytest.raises(ValueError, match="worker 0 cannot declare itself dead"):
-        table.declare_dead(0)
-    table.set_status(Status.LEFT)
-    assert not table.set_status(Status.DONE), "a status only rises"
-    table.merge(Member(0, 1, 7, Status.DEAD, "127.0.0.1", 4000))
-    assert table.get(0).status is Status.DEAD
-    assert table.own.incarnation == 1
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from random import Random
 
 import pytest
 from driven_worker import TIMEOUT_S, ask, make_worker, member, of_type, run, said, tell
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from gossipdp.graph.constants import Constants, LiveGraph
 from gossipdp.graph.topology import build_graph
@@ -11,7 +13,7 @@ from gossipdp.protocol.actions import LeftBehind, Notice, Reach, Rebuilt, Send, 
 from gossipdp.protocol.liveness import FailureDetector
 from gossipdp.protocol.members import MAX_INCARNATION, Member, Membership, Progress, Status
 from gossipdp.protocol.messages import AskLife, AskMembers, Envelope, Members, TellLife
-from gossipdp.protocol.neighbours import Neighbourhood, at_once
+from gossipdp.protocol.neighbours import Neighbourhood
 from gossipdp.protocol.pairing import Idle
 from gossipdp.protocol.peers import Peers
 from gossipdp.protocol.presence import Presence
@@ -73,6 +75,8 @@ def test_while_held_at_the_start_nobody_is_missed_but_the_linked():
 
 # --- notices -------------------------------------------------------------------------------
 
+THREE = LiveGraph(Constants.of(build_graph("ring", 3)))
+
 
 class Watcher:
     """Rank 0 of three workers, and what it notices."""
@@ -80,173 +84,126 @@ class Watcher:
     def __init__(self) -> None:
         self.membership = Membership(Member(0, 0, 100), 3)
         self.peers = Peers(self.membership, Progress(0, 100), TIMEOUT_S)
-        graph = LiveGraph(Constants.of(build_graph("ring", 3)))
         self.presence = Presence(
             self.membership,
             self.peers,
-            Neighbourhood(0, graph, has_momentum=False, work_out=at_once),
+            Neighbourhood(0, THREE, has_momentum=False),
             FailureDetector(self.membership, self.peers, TIMEOUT_S, Random(0)),
             TIMEOUT_S,
         )
 
-    def look(self, record: Member, heard_s: float | None, now: float) -> list[Notice]:
-        """Hear of a record, and the peer itself at ``heard_s``; None: there is no link to it."""
-        peer = record.rank
-        if heard_s is None:
-            self.peers.drop(peer)
-        elif peer not in self.peers:
-            self.presence.linked(peer, heard_s)
-        elif heard_s > self.peers.last_heard(peer):
-            self.presence.heard(peer, heard_s)
+    def look(self, now: float, *records: Member) -> list[Notice]:
+        """Look at the links, then hear of records."""
         self.presence.look(now)
-        self.membership.merge(record)
+        self.membership.merge_all(records)
         return of_type(self.presence.review(now, has_changed=True, has_ended=False), Notice)
 
 
-def one(
-    incarnation: int = 0, process_id: int = 101, status: Status = Status.ALIVE, restarts: int = 0
-) -> Member:
-    return Member(1, incarnation, process_id, status, restarts=restarts)
+# Process id 0: the worker is known by its address alone. Two of them have been restarted twice.
+FIRST_RECORDS = [
+    Member(1, 0, 0),
+    Member(1, 0, 100),
+    Member(1, 0, 100, Status.DEAD),
+    Member(1, 2, 98, restarts=2),
+    Member(2, 0, 100, Status.JOINING),
+    Member(3, 0, 100),
+    Member(3, 0, 100, Status.JOINING),
+    Member(3, 2, 98, restarts=2),
+]
+life_events = st.lists(
+    st.one_of(
+        st.sampled_from([1.0, 4.0, TIMEOUT_S]),  # seconds that pass
+        st.sampled_from(["link", "unlink", "sign of life"]),
+        st.tuples(st.booleans(), st.sampled_from(Status)),  # a record: of a new process or not
+    ),
+    min_size=12,
+    max_size=23,  # joiners that are over are forgotten after 24 time-outs
+)
 
 
-def kinds(*records: Member) -> list[tuple[int, str, float]]:
-    """Return what is noticed as a view goes from one record to the next, one a second."""
-    watcher = Watcher()
-    notices = [each for at, record in enumerate(records) for each in watcher.look(record, None, at)]
-    return [(notice.rank, notice.kind, notice.at_s) for notice in notices]
-
-
-def seen(*looks: tuple[Member, float | None, float]) -> list[tuple[str, float, float | None]]:
-    """Return what is noticed of rank 1, from (record, heard at, now) of each look."""
-    watcher = Watcher()
-    notices = [notice for look in looks for notice in watcher.look(*look)]
-    assert [notice.number for notice in notices] == list(range(1, len(notices) + 1))
-    return [(each.kind, each.at_s, each.silent_s) for each in notices]
-
-
-def test_nothing_is_noticed_of_a_run_that_begins():
-    # Process id 0 stands for one that is known by its address alone.
-    assert kinds(one(process_id=0), one(), one(status=Status.DONE)) == []
-    assert kinds(one(), one(status=Status.LEFT)) == []
-    # This worker has just joined; whatever happened before, it did not see.
-    assert kinds(one(2, 7, restarts=1)) == []
-
-
-def test_a_loss_and_what_may_follow_it():
-    alive, dead = one(), one(status=Status.DEAD)
-    joining = one(1, 7, Status.JOINING, restarts=1)
-    again = one(1, 7, restarts=1)
-    assert kinds(alive, dead, joining, again) == [(1, "lost", 1), (1, "restarted", 3)]
-    # The same process, which was not dead.
-    assert kinds(alive, dead, one(1)) == [(1, "lost", 1), (1, "answered", 2)]
-    # Back before anybody missed it.
-    assert kinds(alive, joining, again) == [(1, "lost", 1), (1, "restarted", 2)]
-    assert kinds(alive, again) == [(1, "lost", 1), (1, "restarted", 1)]
-    # It died as one that was joining.
-    assert kinds(alive, dead, joining, one(1, 7, Status.DEAD, restarts=1)) == [
-        (1, "lost", 1),
-        (1, "lost", 3),
-    ]
-    # Lost before this worker came, or before it said a word.
-    assert kinds(dead, joining, again) == [(1, "lost", 0), (1, "restarted", 2)]
-    assert kinds(dead, one(1)) == [(1, "lost", 0), (1, "answered", 1)]
-    unheard = one(process_id=0)
-    assert kinds(unheard, one(process_id=0, status=Status.DEAD), again) == [
-        (1, "lost", 1),
-        (1, "restarted", 2),
-    ]
-
-
-@pytest.mark.parametrize("rank", [1, 2])
-def test_none_of_the_first_workers_joins_nor_does_the_last_of_them(rank):
-    joining, there = Member(rank, 0, 100, Status.JOINING), Member(rank, 0, 100)
-    assert kinds(there) == []
-    assert kinds(joining, there) == [(rank, "restarted", 1)]
-
-
-def test_one_beyond_the_first_workers_joins_and_is_restarted():
-    joining, joined = Member(3, 0, 103, Status.JOINING), Member(3, 0, 103)
-    again = Member(3, 1, 7, restarts=1)
-    assert kinds(joining, joined, again, Member(4, 0, 104)) == [
-        (3, "joined", 1),
-        (3, "lost", 2),
-        (3, "restarted", 2),
-        (4, "joined", 3),
-    ]
-
-
-def test_one_that_was_silent_and_not_missed_answers_again():
-    alive = one()
-    assert seen(
-        (alive, 1.0, 1.0),
-        (alive, 1.0, 6.0),
-        (alive, 1.0, 6.5),
-        (alive, 9.0, 9.0),
-        (alive, 10.0, 10.0),
-        (alive, 10.0, 15.0),
-    ) == [("silent", 6.0, 5.0), ("answered", 9.0, 8.0), ("silent", 15.0, 5.0)]
-
-
-def test_a_link_that_is_closed_is_no_answer():
-    alive = one()
-    looks = [(alive, 1.0, 1.0), (alive, 1.0, 6.0), (alive, None, 7.0)]
-    assert seen(*looks) == [("silent", 6.0, 5.0)]
-    assert seen(*looks, (alive, 9.0, 9.0))[1:] == [("answered", 9.0, 8.0)]
-    left = one(status=Status.LEFT)
-    assert seen(*looks, (left, None, 8.0), (left, 9.0, 9.0))[1:] == []
-
-
-def test_an_address_that_answers_is_no_answer_of_a_silent_worker():
-    """It turned this worker away: whether it exchanges shows once there is a link."""
-    watcher = Watcher()
-    watcher.look(one(), 1.0, 1.0)
-    watcher.look(one(), 1.0, 6.0)
-    watcher.look(one(), None, 7.0)
-    watcher.presence.heard(1, 8.0)
-    assert watcher.look(one(), None, 8.0) == []
-
-
-def test_one_that_was_lost_answers_again_after_the_whole_silence():
-    alive, dead = one(), one(status=Status.DEAD)
-    lost = [(alive, 1.0, 1.0), (alive, 1.0, 6.0), (dead, None, 6.5)]
-    expected = [("silent", 6.0, 5.0), ("lost", 6.5, 5.5)]
-    # A link to it may be up before the news that it goes on.
-    linked = [*lost, (dead, 9.0, 9.0)]
-    assert seen(*linked) == expected
-    assert seen(*linked, (one(1), 9.2, 9.2)) == [*expected, ("answered", 9.2, 8.2)]
-    again = one(1, 7, restarts=1)
-    assert seen(*lost, (again, 9.0, 9.0)) == [*expected, ("restarted", 9.0, 8.0)]
-    # Found silent and lost in one turn.
-    together = seen(lost[0], (dead, None, 6.5), (one(1), None, 9.0))
-    assert together == [("lost", 6.5, 5.5), ("answered", 9.0, 8.0)]
-
-
-def test_one_that_lived_on_without_a_link_has_an_unknown_silence():
-    alive, dead = one(), one(status=Status.DEAD)
-    unlinked = [(alive, 1.0, 1.0), (alive, None, 2.0)]
-    assert seen(*unlinked, (dead, None, 2.5)) == [("lost", 2.5, 1.5)]
-    lost = [*unlinked, (dead, None, 900.0)]
-    assert seen(*lost) == [("lost", 900.0, None)]
-    assert seen(*lost, (one(1), None, 901.0))[1:] == [("answered", 901.0, None)]
-    # The same if its link was silent before it closed.
-    silent = [unlinked[0], (alive, 1.0, 6.0), (alive, None, 7.0)]
-    assert seen(*silent, (dead, None, 7.5))[1:] == [("lost", 7.5, 6.5)]
-    assert seen(*silent, (dead, None, 900.0))[1:] == [("lost", 900.0, None)]
-
-
-def test_the_silence_of_a_process_does_not_begin_with_its_predecessor_s():
-    again, dead = one(1, 7, restarts=1), one(1, 7, Status.DEAD, restarts=1)
-    heard = [(one(), 1.0, 1.0), (again, None, 2.0)]
-    expected = [("lost", 2.0, 1.0), ("restarted", 2.0, 1.0)]
-    assert seen(*heard, (dead, None, 3.0)) == [*expected, ("lost", 3.0, None)]
+@settings(max_examples=200)
+@example(Member(1, 0, 100), ["link", TIMEOUT_S, "unlink", "sign of life"])
+@example(
+    Member(1, 0, 100),
+    ["link", "unlink", *[TIMEOUT_S] * 4, (False, Status.DEAD), (False, Status.ALIVE)],
+)
+@given(st.sampled_from(FIRST_RECORDS), life_events)
+def test_the_notices_are_those_of_a_model_after_every_event(first, events):
+    """A silence begins with the last word of that process; see also ``FOUND_DEAD_WITHIN``."""
+    watcher, rank, now, num_noticed = Watcher(), first.rank, 0.0, 0
+    record: Member | None = None
+    took_part = 0  # the id of the process that took part last; 0: none that is known
+    heard_at: float | None = None
+    is_linked = is_silent = False
+    away: str | None = None
+    since: float | None = None
+    for event in [first, *events]:
+        was, noticed = record, list[tuple[str, float | None]]()
+        match event:
+            case Member():
+                record = event
+            case float():
+                now += event
+            case "unlink":
+                watcher.peers.drop(rank)
+                is_linked = False
+            case "link" | "sign of life":
+                is_linked |= event == "link"
+                heard_at, is_silent = now, is_silent and not is_linked
+                (watcher.presence.linked if event == "link" else watcher.presence.heard)(rank, now)
+                if is_linked and away == "silent":  # without a link, its address alone answers
+                    noticed.append(("answered", since))
+                    away = since = None
+            case (is_new, status):
+                life = was.incarnation + (is_new or status <= was.status)
+                restarts = was.restarts + is_new
+                is_unknown = was.process_id == 0 and status is Status.DEAD and not is_new
+                process_id = 0 if is_unknown else 100 - restarts
+                record = Member(rank, life, process_id, status, restarts=restarts)
+        if is_linked and not is_silent and now >= heard_at + TIMEOUT_S:
+            is_silent = True
+            if away is None:
+                away, since = "silent", heard_at
+                noticed.append(("silent", since))
+        if record is not was:
+            is_dead, was_live = record.status is Status.DEAD, was is not None and was.is_live
+            is_another = record.process_id != took_part
+            if took_part == 0:
+                is_another = away == "lost" and record.restarts > 0
+            is_first_death = is_dead and (was is None or was.status is not Status.DEAD)
+            if is_first_death or (is_another and was_live):  # a new process came before the news
+                since = heard_at if away is None else since
+                since = None if since is None or now - since > 3 * TIMEOUT_S else since
+                took_part, away = took_part or record.process_id, "lost"
+                noticed.append(("lost", since))
+            if is_another and not is_dead and not is_linked:
+                heard_at = None
+            if record.status is Status.LEFT:  # it is no longer missed
+                away, since = "lost" if away == "lost" else None, None
+            if record.is_live:
+                if is_another or away == "lost":
+                    noticed.append(("restarted" if is_another else "answered", since))
+                    away = since = None
+                elif took_part == 0 and (was is None or was.status is Status.JOINING):
+                    if rank == 3 and record.restarts == 0:
+                        noticed.append(("joined", None))
+                    elif was is not None:  # one of the first workers, or a later process
+                        noticed.append(("restarted", None))
+                took_part = record.process_id
+        found = watcher.look(now, record)
+        assert found == [
+            Notice(rank, kind, now, num_noticed + number, None if at is None else now - at)
+            for number, (kind, at) in enumerate(noticed, start=1)
+        ]
+        num_noticed += len(found)
 
 
 def test_a_new_process_does_not_inherit_the_rest_of_the_former_one():
     watcher = Watcher()
-    watcher.look(one(), 1.0, 1.0)
+    watcher.look(1.0, Member(1, 0, 101))
     watcher.peers.stood_still(1, 1.0)
     assert watcher.peers.rests(1, 1.0)
-    watcher.look(one(1, 7, restarts=1), 1.1, 1.1)
+    watcher.look(1.1, Member(1, 1, 7, restarts=1))
     assert not watcher.peers.rests(1, 1.1)
 
 
@@ -258,11 +215,10 @@ def after_a_sleep(
 ) -> list[LeftBehind]:
     """Let worker 0 sleep from 2 to 6 s, and both others end at ``died_s``, seen there or at 9 s."""
     watcher = Watcher()
-    for rank in (1, 2):
-        watcher.look(Member(rank, 0, 100 + rank), 1.0, 1.0)
+    watcher.look(1.0, *(Member(rank, 0, 100 + rank) for rank in (1, 2)))
     ended = [Member(rank, 0, 100 + rank, ending) for rank in (1, 2)]
-    for each in ended if died_s < 2.0 else ():
-        watcher.look(each, None, died_s)
+    if died_s < 2.0:
+        watcher.look(died_s, *ended)
     watcher.presence.slept(2.0, 6.0)
     if heard_s is not None:
         watcher.presence.heard(2, heard_s)
@@ -287,25 +243,23 @@ def test_a_last_survivor_goes_on_even_if_it_sleeps():
 
 def test_one_that_has_left_itself_is_not_left_behind():
     watcher = Watcher()
-    watcher.look(one(), 1.0, 1.0)
+    watcher.look(1.0, Member(1, 0, 101))
     watcher.presence.slept(2.0, 6.0)
     watcher.membership.set_status(Status.LEFT)
-    watcher.membership.merge(one(status=Status.LEFT))
+    watcher.membership.merge(Member(1, 0, 101, Status.LEFT))
     actions = watcher.presence.review(7.0, has_changed=True, has_ended=True)
     assert of_type(actions, LeftBehind) == []
 
 
 # --- rivals and joiners --------------------------------------------------------------------
 
-
-def rival(incarnation: int = 1) -> Member:
-    return Member(1, incarnation, 500, Status.ALIVE, "10.0.0.9", 4444)
+RIVAL = Member(1, 1, 500, Status.ALIVE, "10.0.0.9", 4444)
 
 
 @pytest.mark.parametrize("is_higher", [True, False])
 def test_of_two_processes_that_live_the_one_with_the_lower_id_ends(is_higher):
     worker = make_worker(0, 2, process_id=499 if is_higher else 501)
-    actions = worker.receive(0, tell(rival()), 0.5)
+    actions = worker.receive(0, tell(RIVAL), 0.5)
     assert of_type(actions, Reach) == [Reach(1, "10.0.0.9", 4444)]
     assert worker.incarnation == 2, "it goes on in its own name meanwhile"
     actions = worker.reached(1, 0.7)
@@ -316,7 +270,7 @@ def test_of_two_processes_that_live_the_one_with_the_lower_id_ends(is_higher):
 @pytest.mark.parametrize("is_refused", [True, False])
 def test_a_ghost_is_outbid(is_refused):
     worker = make_worker(0, 2)
-    worker.receive(0, tell(rival()), 0.5)
+    worker.receive(0, tell(RIVAL), 0.5)
     if is_refused:
         worker.dial_refused(1, 0.6, ("10.0.0.9", 4444))
     else:

@@ -35,8 +35,8 @@ def make_log(num_workers: int, *, killed: Collection[int] = (), late: int = -1) 
         records: list[Record] = [StartRecord(rank, num_workers, 1, 0.0, {}), last]
         if rank not in killed:
             values = {METRIC: 0.97, DIGEST: "cd" if rank == late else "ab"}
-            left = {"state": "left", "consensus_distance": 0.01, "logged": values}
-            records.append(replace(last, time_s=6.0, **left))
+            left = replace(last, time_s=6.0, state="left", consensus_distance=0.01, logged=values)
+            records.append(left)
         workers[rank] = WorkerLog()
         workers[rank].take(records)
     return RunLog(workers)

@@ -361,7 +361,7 @@ def test_a_record_that_was_lost_moves_no_other():
     assert (first.start_s, first.end_s) == (pytest.approx(0.2), pytest.approx(0.4))
 
 
-def goodput_run(**ends: bool) -> RunLog:
+def goodput_run(*, is_dead: bool = False) -> RunLog:
     """Make 12 s of two workers, 400 samples/s each; worker 1 is away from 4 to 8 s."""
     log = a_run(2)
     zero, one = log.workers.values()
@@ -370,7 +370,7 @@ def goodput_run(**ends: bool) -> RunLog:
             replace(each, samples=80 * index) for index, each in enumerate(worker.counts, 1)
         ]
     tell(zero, *zero.noticed, Notice(0, "stopped", 59.0, silent_s=6.0))
-    if ends.get("is_dead"):
+    if is_dead:
         del one.counts[-7:]
         one.end = one.averaging = None
         one.last_s = one.counts[-1].time_s
@@ -401,10 +401,10 @@ def test_a_run_resumed_with_more_workers_has_the_new_graph():
     """The logs of the first two go on from a run of two; the others begin with this one."""
     log = a_run(4)
     for rank in (0, 1):
-        starts = log.workers[rank].starts
-        configuration = starts[0].configuration | {"graph": "ring <2>"}
-        earlier = {"num_workers": 2, "started_at": starts[0].started_at - 100}
-        starts.insert(0, replace(starts[0], configuration=configuration, **earlier))
+        first = log.workers[rank].starts[0]
+        began_s, configuration = first.started_at - 100, first.configuration | {"graph": "ring <2>"}
+        first = replace(first, num_workers=2, configuration=configuration, started_at=began_s)
+        log.workers[rank].starts.insert(0, first)
     words = Page(render(log, "run")).words
     assert "ring <4>" in words
     assert "(differs)" not in words

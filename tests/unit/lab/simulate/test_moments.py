@@ -31,8 +31,8 @@ def test_moments_that_the_optimizer_does_not_keep_are_refused(moment):
 def test_moments_are_averaged_and_their_bytes_count():
     def run(every: int | None):
         moments = {} if every is None else {"exp_avg_sq": every}
-        changes = {"graph": "complete", "num_workers": 8, "num_steps": 40}
-        return simulate(replace(NOISY, exchange_moments=moments, **changes), "gossip")
+        scenario = replace(NOISY, graph="complete", num_workers=8, num_steps=40)
+        return simulate(replace(scenario, exchange_moments=moments), "gossip")
 
     plain, each, fourth = run(None), run(1), run(4)
     assert plain.models_sent == sum(plain.worker_exchanges) > 200
@@ -43,8 +43,8 @@ def test_moments_are_averaged_and_their_bytes_count():
 
 def test_a_link_is_busy_for_longer_where_moments_travel():
     links = LinkModel(Link(latency_s=0.0, bytes_per_s=1000.0))
-    changes = {"comm_rate": 4.0, "num_steps": 50, "compute_time": ConstantTime()}
-    scenario = replace(NOISY, model_bytes=100.0, links=links, **changes)
+    often = replace(NOISY, comm_rate=4.0, num_steps=50, compute_time=ConstantTime())
+    scenario = replace(often, model_bytes=100.0, links=links)
     plain = simulate(scenario, "gossip")
     both = simulate(replace(scenario, exchange_moments={"exp_avg": 1, "exp_avg_sq": 1}), "gossip")
     # One model takes a step's time, so that the link is always busy: with three models an exchange

@@ -74,9 +74,8 @@ def test_all_reduce_takes_the_step_of_the_mean_gradient_everywhere():
 @pytest.mark.parametrize("num_workers", [1, 2, 8])
 def test_the_cost_of_an_all_reduce_is_that_of_its_slowest_link(num_workers):
     links = LinkModel(Link(0.01, 1000.0), overrides={(1, 0): Link(0.02, 500.0)})
-    changes = {"model_bytes": 400.0, "num_steps": 40, "num_records": 4}
-    scenario = replace(EVEN, num_workers=num_workers, links=links, **changes)
-    trace = run(scenario, "allreduce")
+    scenario = replace(EVEN, num_workers=num_workers, links=links, model_bytes=400.0)
+    trace = run(replace(scenario, num_steps=40, num_records=4), "allreduce")
     hops = 2 * (num_workers - 1)
     round_s = 1.0 + hops / num_workers * 400 / 500 + hops * 0.02
     assert trace.worker_steps == [int(40 / round_s)] * num_workers

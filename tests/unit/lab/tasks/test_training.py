@@ -18,8 +18,9 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BytesGptOptions:
         monkeypatch.delenv(variable, raising=False)
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 60)
-    small = {"context": 16, "width": 16, "depth": 1, "heads": 2, "batch_size": 8}
-    return BytesGptOptions(data=text, output=tmp_path / "output", **small)
+    return BytesGptOptions(
+        data=text, output=tmp_path / "output", context=16, width=16, depth=1, heads=2, batch_size=8
+    )
 
 
 def test_an_evaluation_that_fails_does_not_lose_the_model(options, monkeypatch):
