@@ -223,6 +223,20 @@ def test_a_death_leaves_the_average_of_those_that_live(victim, after_s):
     torch.testing.assert_close(values, network.mean(victim), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("after_s", [0.002, 0.005, 0.012])
+def test_a_caller_that_was_taken_for_dead_meanwhile_averages_all(after_s):
+    """The others have forgotten its request, though some had told it their numbers."""
+    network = Sums(7, "complete")
+    mean = network.mean()
+    asked = network.average(0)
+    network.engine.run(until=network.engine.now + after_s)
+    network.stall(0, 1.5 * TIMEOUT_S)
+    network.engine.run(until=network.engine.now + 2 * LONGEST_END_S)
+    average = asked.result(timeout=0)
+    assert (average.num_workers, average.without) == (7, {})
+    torch.testing.assert_close(torch.cat(average.values), mean, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("mute", [1, 6])
 def test_one_that_gives_nothing_is_left_out_of_the_average(mute):
     network = Sums(7, "complete")

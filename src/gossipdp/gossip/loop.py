@@ -53,8 +53,8 @@ logger = logging.getLogger("gossipdp")
 
 LONGEST_TURN_S = 0.5
 # Messages that wait for one peer's link. If there are more, the oldest are dropped without harm:
-# consolidation and the failure detector repeat messages without an answer, and a state or an
-# average that does not come is requested again after its time-out.
+# consolidation and the failure detector repeat messages without an answer, and an average that does
+# not come is requested again after its time-out.
 MAX_WAITING = 16
 REPORT_INTERVAL_S = 0.2
 FAREWELL_S = 1.0
@@ -108,6 +108,7 @@ class GossipLoop(LinkHandler):
             state.all_chunks,
             links=self._links,
             send=self._send,
+            dial=self._dial_at_once,
             refusal=lambda: (
                 None if protocol.can_donate else str(self.poisoned or "it has none to give now")
             ),
@@ -130,6 +131,7 @@ class GossipLoop(LinkHandler):
         self._reported: dict[int, tuple[str, int]] = {}
         self._reported_version = -1
         self._report_due_s = -math.inf
+        self._dials_neighbours_at_once = False
         self._heard_every_s = protocol.timeout_s / 10
         self._log = OnceLog(logger)
         # Until it has its parameters this worker must neither exchange nor give any.
@@ -213,6 +215,7 @@ class GossipLoop(LinkHandler):
         self.perform(self.protocol.release(self.clock()))
         # At once: others may be backing off from the address of this worker's earlier life.
         self._dialer.want(self.protocol.neighbours, self.clock(), at_once=True)
+        self._dials_neighbours_at_once = True  # a joiner's graph is still to come
 
     def _found_poison(self, where_and_outcome: str) -> None:
         error = f"the parameters of worker {self.protocol.rank}{where_and_outcome}"
@@ -279,7 +282,8 @@ class GossipLoop(LinkHandler):
                 self._publisher.noticed(action)
             case Rebuilt():
                 self._phase.set_speed(action.eta, action.worker_rate, self.clock())
-                self._dialer.want(action.neighbours | action.dead, self.clock())
+                at_once, self._dials_neighbours_at_once = self._dials_neighbours_at_once, False
+                self._dialer.want(action.neighbours | action.dead, self.clock(), at_once=at_once)
             case Superseded(reason=reason):
                 raise SupersededError(reason)
             case LeftBehind(stood_still_s=seconds):
@@ -300,6 +304,7 @@ class GossipLoop(LinkHandler):
         self.perform(self.protocol.link_up(link.peer, self.clock()))
         for data in self._outbox.pop(link.peer, ()):
             link.send_control(data)
+        self.transfers.link_up(link)
 
     def link_down(self, link: Link, reason: str) -> None:
         now = self.clock()
@@ -378,16 +383,18 @@ class GossipLoop(LinkHandler):
         return link.closed
 
     def _send(self, peer: int, message: TransferMessage) -> None:
-        envelope = self.protocol.peers.wrap(peer, message, self.clock()).message
-        self._post(peer, envelope, dial=True)
+        self._post(peer, self.protocol.peers.wrap(peer, message, self.clock()).message)
 
-    def _post(self, peer: int, envelope: Envelope, dial: bool = False) -> None:
+    def _post(self, peer: int, envelope: Envelope) -> None:
         link = self._links.get(peer)
         if link is not None:
             link.send_control(encode(envelope))
-        elif dial or isinstance(envelope.message, DIALLED_MESSAGES):
+        elif isinstance(envelope.message, DIALLED_MESSAGES):
             self._outbox.setdefault(peer, deque(maxlen=MAX_WAITING)).append(encode(envelope))
-            self._dialer.want([peer], self.clock(), at_once=True)
+            self._dial_at_once(peer)
+
+    def _dial_at_once(self, peer: int) -> None:
+        self._dialer.want([peer], self.clock(), at_once=True)
 
     # Chunks. If a chunk and its landing place differ in length, its link ends.
 

@@ -4,8 +4,9 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -23,18 +24,34 @@ ENDS = (SupersededError, PeerLostError)
 """The errors that end a worker without a fault of its gossip thread."""
 
 
+_blas_guard = threading.Lock()
+"""BLAS's number of threads is the process's. Who limits it puts back what it found: one at a time,
+or the limit of one would stay behind another's."""
+
+
+@contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """Let BLAS take one core meanwhile: it would take all of them from training."""
+    # Imported here, so that an import of the package does without it.
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
+    with _blas_guard, threadpool_limits(1, user_api="blas"):
+        yield
+
+
 class Background(Generic[Result]):
     """A thread that works out one result after another for the gossip thread.
 
     The graph over hundreds of live workers and the description of a large state take longer than
-    the gossip thread may be silent. BLAS would take all cores from training: it gets one.
+    the gossip thread may be silent.
 
     Attributes:
         wake: called in that thread whenever a result is ready.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, within: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self.wake: Callable[[], None] = lambda: None
+        self._within = within
         self._key: Hashable = None
         self._future: Future[Result] | None = None
         self._thread: threading.Thread | None = None
@@ -61,13 +78,9 @@ class Background(Generic[Result]):
             self._thread.join(JOIN_TIMEOUT_S)
 
     def _run(self, future: "Future[Result]", function: Callable[[], Result]) -> None:
-        # Imported here, so that an import of the package does without it.
-        from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
-
         try:
-            with threadpool_limits(1, user_api="blas"):
+            with self._within():
                 result = function()
-            # The limit is lifted first, or a next thread would take it for the process's own.
             future.set_result(result)
         except Exception as error:
             future.set_exception(error)

@@ -13,8 +13,9 @@ transfer sends only if fewer than ``SLOTS`` chunks are queued, and an exchange q
 - If the giver dies, its address refuses the next dial and the fetch fails (:meth:`Transfers.gone`).
   If it stops, or its host is gone, the time-out without progress ends the fetch and the link, and
   the taker asks another.
-- If the link alone is replaced (crossing dials), the fetch asks again, under another counter, and
-  chunks that still arrive under the old one are dropped. Parameters go on where they were. The
+- A state is asked for on a link that is up: what waited for one might be sent to nobody. If the
+  link alone is replaced (crossing dials), the fetch asks again, under another counter, and chunks
+  that still arrive under the old one are dropped. Parameters go on where they were. The
   optimizers' state starts again from its beginning, so a link that breaks ``MAX_BREAKS`` times
   before that is whole ends the fetch.
 - If consolidation begins while parameters are under way, they go on: each chunk holds this worker's
@@ -88,6 +89,7 @@ class _Fetch:
             next; it raises ValueError to refuse a chunk. None: the state has not been offered.
         room: where the next chunk goes; None: no chunk is awaited.
         counter, num_received: of the latest request, and the chunks that it has brought.
+        num_bytes: of chunks of states on the giver's link, at the latest progress.
         num_parameter_chunks: taken over, by all requests.
     """
 
@@ -100,6 +102,7 @@ class _Fetch:
     deadline_s: float = 0.0
     counter: int = 0
     num_received: int = 0
+    num_bytes: int = 0
     num_parameter_chunks: int = 0
     num_breaks: int = 0
 
@@ -108,8 +111,8 @@ class Transfers:
     """All transfers of one worker.
 
     ``chunks`` are in the order in which every worker has them. ``links`` is the loop's own table,
-    by peer, which it keeps up to date. ``send`` dials if there is no link. ``refusal`` returns why
-    this worker gives no state now, or None.
+    by peer, which it keeps up to date. ``send`` needs a link, for which ``dial`` asks. ``refusal``
+    returns why this worker gives no state now, or None.
 
     Attributes:
         has_state: whether this worker has a state of its run, and is not loading another.
@@ -125,6 +128,7 @@ class Transfers:
         *,
         links: Mapping[int, Link],
         send: Callable[[int, TransferMessage], None],
+        dial: Callable[[int], None],
         refusal: Callable[[], str | None],
         clock: Callable[[], float],
     ) -> None:
@@ -135,7 +139,7 @@ class Transfers:
         self._chunks = chunks
         self._most_bytes = max((chunk.x.nbytes for chunk in chunks), default=0)
         self._links = links
-        self._send = send
+        self._send, self._dial = send, dial
         self._refusal = refusal
         self._clock = clock
         # By peer: one at most for each, so that no peer can make this worker hold more.
@@ -197,12 +201,15 @@ class Transfers:
             unfold: makes room, as bytes, for the tensors of the optimizers' state that a layout
                 describes; a ValueError refuses them. None: the parameters alone are wanted.
             on_end: called once, in the loop's thread, with None or an error.
-            timeout_s: the longest time without progress.
+            timeout_s: the longest time in which no byte of it comes.
         """
         assert self._fetch is None, "a worker takes one state at a time"
         self._fetch = fetch = _Fetch(peer, unfold, on_end, timeout_s)
         fetch.deadline_s = self._clock() + timeout_s
-        self._request(fetch)
+        if peer in self._links:
+            self._request(fetch)
+        else:
+            self._dial(peer)
 
     def end(self, error: Exception | None) -> None:
         fetch, self._fetch = self._fetch, None
@@ -256,11 +263,17 @@ class Transfers:
                 fetch, message.reason, NoStateYetError if message.is_early else TurnedAwayError
             )
         elif fetch.rooms is None:
+            fetch.deadline_s = self._clock() + fetch.timeout_s
             fetch.rooms = self._rooms(fetch, message.layout_bytes)
             self._advance(fetch)
 
+    def link_up(self, link: Link) -> None:
+        """Ask for the state that is to come over ``link``, if one is."""
+        if self._fetch is not None and self._fetch.peer == link.peer:
+            self._request(self._fetch)
+
     def link_down(self, link: Link) -> None:
-        """Drop what was to be sent on ``link``, and ask again for what was to come."""
+        """Drop what was to be sent on ``link``, and dial again for what was to come."""
         if link.peer in self._gifts and self._gifts[link.peer][0] is link:
             del self._gifts[link.peer]
         fetch = self._fetch
@@ -268,7 +281,7 @@ class Transfers:
             return
         fetch.num_breaks += fetch.unfold is not None
         if fetch.num_breaks < MAX_BREAKS:
-            self._request(fetch)
+            self._dial(fetch.peer)
         else:
             self._turned_away(fetch, f"its link broke {MAX_BREAKS} times")
 
@@ -294,13 +307,13 @@ class Transfers:
         return fetch
 
     def _advance(self, fetch: _Fetch) -> None:
-        """Take the chunk that has come; an error in the state ends the fetch."""
-        fetch.deadline_s = self._clock() + fetch.timeout_s
+        """Take the chunk that has come; an error in the state ends the fetch and the link."""
         try:
             assert fetch.rooms is not None
             fetch.room = next(fetch.rooms, None)
         except ValueError as error:
             self._turned_away(fetch, str(error))
+            self._hang_up(fetch, str(error))
             return
         if fetch.room is None:
             self.end(None)
@@ -319,11 +332,22 @@ class Transfers:
             if not link.closed and next(giving, True):  # True: the kernel has it all
                 del self._gifts[peer]
         fetch = self._fetch
-        if fetch is not None and self._clock() > fetch.deadline_s:
+        if fetch is None:
+            return
+        # Bytes count, not chunks: on a slow link one chunk may take longer than the time-out.
+        giver = self._links.get(fetch.peer)
+        num_bytes = 0 if giver is None else giver.chunk_bytes_received[FrameType.STATE_CHUNK]
+        if num_bytes != fetch.num_bytes:
+            fetch.num_bytes, fetch.deadline_s = num_bytes, self._clock() + fetch.timeout_s
+        if self._clock() > fetch.deadline_s:
             reason = f"worker {fetch.peer} sent nothing of its state for {fetch.timeout_s:g} s"
             self.end(PeerLostError(reason))
-            if (giver := self._links.get(fetch.peer)) is not None:
-                giver.close(reason)
+            self._hang_up(fetch, reason)
+
+    def _hang_up(self, fetch: _Fetch, reason: str) -> None:
+        """Close the giver's link: it would send the rest to nobody."""
+        if (giver := self._links.get(fetch.peer)) is not None:
+            giver.close(reason)
 
 
 def _read(chunk: Chunk, slot: Tensor) -> bool:

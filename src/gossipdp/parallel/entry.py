@@ -21,7 +21,7 @@ from gossipdp.dynamics.phase import Phase
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.joining import RunEndingError, ask_members
 from gossipdp.gossip.loop import GossipLoop
-from gossipdp.gossip.thread import Background, GossipThread
+from gossipdp.gossip.thread import Background, GossipThread, one_blas_thread
 from gossipdp.graph.constants import Constants, LiveGraph
 from gossipdp.graph.topology import build_graph
 from gossipdp.launcher.environment import is_loopback
@@ -247,7 +247,7 @@ class Entry:
         self.run_id = run_id
         # Of two processes of a rank the later life has the higher id: that one stays.
         process_id = self.incarnation << 32 | secrets.randbits(32)
-        self._work_out = Background[Place]()
+        self._work_out = Background[Place](one_blas_thread)
         status = Status.JOINING if is_joining else Status.ALIVE
         status_address = ("", 0) if self._page is None else self._page.announced(host)
         self._protocol = protocol = WorkerProtocol(

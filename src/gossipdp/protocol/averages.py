@@ -292,8 +292,7 @@ class LiveAverages:
 
     def _repeat(self, request: _Request, peer: int) -> None:
         if peer in request.sum.children:
-            if peer not in request.told:
-                self._say(peer, request.ask)
+            self._say(peer, request.ask)  # also if it has told: it may have forgotten since
             request.sum.repeat(peer)
         elif peer == request.sum.parent and request.own is not None:
             self._say(peer, request.own)

@@ -36,6 +36,7 @@ MAX_INCARNATION = 2**31 - 1
 MAX_LEAP = 1000
 """One message raises a known incarnation, or a known epoch, by at most this much."""
 MAX_JOINERS = 4096
+LONGEST_JOIN = 20.0
 """Records of ranks beyond those that the run began with."""
 MAX_PROCESSES = 65_536
 
@@ -196,14 +197,17 @@ class Membership(News[int, Member]):
         return self.merge(msgspec.structs.replace(known, status=Status.DEAD))
 
     def forget(self, now: float, after_s: float) -> None:
-        """Forget joiners that have been over, or joining, for ``after_s``, so that none is dialled.
+        """Forget joiners that have been over for ``after_s``, so that none is dialled.
 
-        One that takes longer to join comes back into the view once it lives.
+        One that is joining may take long for its state, and would lose its rank to the next joiner:
+        it has ``LONGEST_JOIN`` times as long, and comes back into the view once it lives.
         """
         for rank, member in list(self._records.items()):
             if rank < self.num_workers or member.is_live or rank == self.own.rank:
                 self._over_since.pop(rank, None)
-            elif now >= self._over_since.setdefault(rank, now) + after_s:
+                continue
+            wait_s = after_s * (LONGEST_JOIN if member.status is Status.JOINING else 1.0)
+            if now >= self._over_since.setdefault(rank, now) + wait_s:
                 self.version += 1
                 del self._over_since[rank], self._records[rank], self._changed_at[rank]
 

@@ -141,6 +141,7 @@ class Pairing:
         # The peers that asked in vain, in the order in which they asked.
         self._parked: dict[int, Propose] = {}
         self._refused: dict[int, None] = {}
+        self._resting: dict[int, None] = {}  # asked while they rest; refused until they come back
         self.freed: int | None = None
         """The peer that has a FREE to answer."""
         self.backlog = 0
@@ -234,15 +235,20 @@ class Pairing:
     def set_available(self, weights: Mapping[int, float]) -> list[PairingAction]:
         """Set the neighbours that can exchange now, with their lambda.
 
-        A proposal to one that no longer can is withdrawn; a kept demand tries the new ones.
+        A proposal to one that no longer can is withdrawn; a kept demand tries the new ones. One
+        that asked while it rested gets FREE in its turn.
         """
         new = weights.keys() - self.available.keys()
         self.available = dict(weights)
+        for peer in [peer for peer in self._resting if peer in weights]:
+            del self._resting[peer]
+            self._refused.setdefault(peer)
         state = self.state
         if isinstance(state, Proposing) and state.peer not in weights:
             return self._withdrawn(state)
-        if isinstance(state, Idle) and new and self.backlog:
-            return self._propose_next(peer for peer in self._draw() if peer in new)
+        if isinstance(state, Idle) and new:
+            tried = [peer for peer in self._draw() if peer in new]
+            return self._propose_next(tried) or self._free_oldest()
         return []
 
     def lost(self, peer: int) -> list[PairingAction]:
@@ -271,7 +277,7 @@ class Pairing:
         return []
 
     def _unlink(self, peer: int) -> None:
-        for table in (self.available, self._parked, self._refused):
+        for table in (self.available, self._parked, self._refused, self._resting):
             table.pop(peer, None)
         if self.freed == peer:
             self.freed = None
@@ -305,12 +311,17 @@ class Pairing:
                 return [Stop(peer, id, f"the peer aborted: {reason}"), *self._become_idle()]
         return []
 
-    def asked(self, peer: int, proposal: Propose) -> list[PairingAction]:
-        """Accept, refuse or park the proposal of ``peer``."""
+    def asked(
+        self, peer: int, proposal: Propose, *, is_resting: bool = False
+    ) -> list[PairingAction]:
+        """Accept, refuse or park the proposal of ``peer``; refuse it as closed if that rests."""
         if proposal.id.initiator != peer:
             return []
         if self.freed == peer:
             self.freed = None
+        if is_resting:
+            self._resting.setdefault(peer)
+            return [Send(peer, Busy(proposal.id, is_closed=True))]
         state = self.state
         if not self.answers:
             return self.refuse(peer, proposal)

@@ -312,9 +312,9 @@ class WorkerProtocol:
         return actions
 
     def _take(self, peer: int, message: Message, now: float) -> Sequence[_Inner]:
-        rests = self.peers.rests(peer, now) and peer not in self.pairing.available
-        if isinstance(message, Propose) and rests:
-            return [Send[ExchangeMessage](peer, Busy(message.id, is_closed=True))]
+        if isinstance(message, Propose):
+            rests = self.peers.rests(peer, now) and peer not in self.pairing.available
+            return self.pairing.asked(peer, message, is_resting=rests)
         if isinstance(message, ExchangeMessage):
             return self.pairing.receive(peer, message)
         if isinstance(message, AverageMessage) or (

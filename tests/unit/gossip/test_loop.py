@@ -23,7 +23,7 @@ from gossipdp.graph.constants import Constants
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.handshake import Refusal
 from gossipdp.protocol import messages as say
-from gossipdp.protocol.actions import Begin, Notice, Reach, Send, Withdrawn
+from gossipdp.protocol.actions import Begin, Notice, Reach, Rebuilt, Send, Withdrawn
 from gossipdp.protocol.members import Member, Status
 
 X = torch.arange(8.0)
@@ -279,6 +279,19 @@ def test_for_a_peer_that_is_dialled_for_ever_the_last_messages_wait():
     asked = [each.counter for each in late.said if isinstance(each, say.AskLife)]
     assert asked == list(range(100 - MAX_WAITING, 100))
     assert not worker.loop._outbox
+
+
+def test_the_first_graph_of_a_worker_that_comes_back_is_dialled_at_once():
+    """Others may be backing off from the address of its earlier life."""
+    worker = Worker()
+    dialer = worker.loop._dialer
+    dialer.want([7], 0.0)
+    for is_first in (True, False):
+        assert dialer.due({7: worker.address(7)}, 0.0) == [7]
+        dialer.failed(7, 0.0)
+        worker.loop.perform([Rebuilt(1.0, 1.0, frozenset({7}), frozenset())])
+        assert dialer.due({7: worker.address(7)}, 0.0) == [7] * is_first
+        dialer.unlinked(7, 0.0)
 
 
 def test_a_worker_whose_successor_is_linked_everywhere_is_told_so_by_refusals():

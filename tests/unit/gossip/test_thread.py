@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from threadpoolctl import threadpool_info
+from waiting import LONGEST_S, wait_until
 
 from gossipdp.gossip import thread as threads
-from gossipdp.gossip.thread import Background, GossipThread
+from gossipdp.gossip.thread import Background, GossipThread, one_blas_thread
 from gossipdp.protocol.neighbours import Place
 
 
@@ -64,15 +65,19 @@ def until_there(background: Background[Place], key: object, function: Callable[[
     return found
 
 
+def threads_of_blas() -> list[int]:
+    return [each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"]
+
+
 def test_graphs_are_worked_out_in_a_thread_of_their_own_and_the_newest_counts():
     """Its caller is never held up, and numpy's library takes one core, not all of them."""
-    background, go_on = Background[Place](), threading.Event()
+    background, go_on = Background[Place](one_blas_thread), threading.Event()
     ran_in: list[str] = []
     blas: list[int] = []
 
     def first() -> Place:
         ran_in.append(threading.current_thread().name)
-        blas.extend(each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas")
+        blas.extend(threads_of_blas())
         go_on.wait()
         return place(1.0)
 
@@ -84,6 +89,40 @@ def test_graphs_are_worked_out_in_a_thread_of_their_own_and_the_newest_counts():
     assert until_there(background, "first", lambda: place(3.0)) == place(3.0)
     assert ran_in == ["gossipdp-background"]
     assert set(blas) == {1}
+
+
+class Guard:
+    """A lock that says when a second thread waits for it."""
+
+    def __init__(self) -> None:
+        self.lock, self.is_awaited = threading.Lock(), threading.Event()
+
+    def __enter__(self) -> None:
+        if not self.lock.acquire(blocking=False):
+            self.is_awaited.set()
+            self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+def test_blas_has_its_threads_back_though_two_graphs_are_worked_out_at_once(monkeypatch):
+    before, guard, go_on = threads_of_blas(), Guard(), threading.Event()
+    monkeypatch.setattr(threads, "_blas_guard", guard)
+    one, other = (Background[Place](one_blas_thread) for _ in range(2))
+
+    def first() -> Place:
+        assert go_on.wait(LONGEST_S)
+        return place(1.0)
+
+    assert one("first", first) is None
+    wait_until(guard.lock.locked, "the first is worked out")
+    assert other("second", lambda: place(2.0)) is None
+    assert guard.is_awaited.wait(LONGEST_S)
+    go_on.set()
+    assert until_there(other, "second", lambda: place(2.0)) == place(2.0)
+    assert until_there(one, "first", first) == place(1.0)
+    assert threads_of_blas() == before
 
 
 def test_what_goes_wrong_with_a_graph_is_raised_where_it_was_asked_for():

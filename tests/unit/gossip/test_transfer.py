@@ -40,11 +40,12 @@ class End:
         self.links: dict[int, Link] = {}
         self.now = 0.0
         self.refusal: str | None = None
-        self.unsent: list[tuple[int, object]] = []
+        self.dialled: list[int] = []
         self.transfers = transfer.Transfers(
             self.state.all_chunks,
             links=self.links,
             send=self.send,
+            dial=self.dialled.append,
             refusal=lambda: self.refusal,
             clock=lambda: self.now,
         )
@@ -56,10 +57,7 @@ class End:
         self.is_stepping = False
 
     def send(self, peer, message):
-        if peer in self.links:
-            self.links[peer].queue.append((message,))
-        else:  # to be dialled for
-            self.unsent.append((peer, message))
+        self.links[peer].queue.append((message,))
 
     def fetch(self, peer):
         """Ask for the parameters alone."""
@@ -99,9 +97,8 @@ class End:
 def linked(a: End, b: End) -> None:
     for one, other in ((a, b), (b, a)):
         one.links[other.rank] = QueueLink(other.rank)
-        for item in [item for item in one.unsent if item[0] == other.rank]:
-            one.unsent.remove(item)
-            one.links[other.rank].queue.append((item[1],))
+    for one, other in ((a, b), (b, a)):
+        one.transfers.link_up(one.links[other.rank])
 
 
 def relink(a: End, b: End) -> None:
@@ -131,6 +128,7 @@ def deliver(a: End, b: End, at_most: int = 10_000) -> int:
         room = receiver.transfers.landing(link, frame_type, key)
         if room is not None:
             room[:] = payload.cast("B")
+            link.chunk_bytes_received[frame_type] += len(room)
             receiver.transfers.landed(link, frame_type, key)
 
 
@@ -370,6 +368,7 @@ def test_poisoned_parameters_and_buffers_are_not_taken(ends, segment):
     deliver(giver, taker)
     (error,) = taker.ended
     assert "NaN or infinity" in str(error)
+    assert taker.links[0].closed, "so that the rest is not sent"
     assert torch.equal(taker.values[segment][-5:], before)
 
 
@@ -386,6 +385,31 @@ def test_silence_ends_a_fetch_and_each_chunk_defers_that(ends):
     taker.transfers.pump()
     assert "sent nothing" in str(taker.ended[0])
     assert taker.links[0].closed, "so that the rest is not sent"
+
+
+def test_bytes_of_a_chunk_defer_the_end_of_a_fetch(ends):
+    """On a slow link a chunk may take longer than the time-out."""
+    _, taker = ends
+    taker.fetch(0)
+    for _ in range(5):
+        taker.now += 0.9 * TIMEOUT_S
+        taker.links[0].chunk_bytes_received[FrameType.STATE_CHUNK] += 1
+        taker.transfers.pump()
+        assert taker.ended == []
+    taker.now += 1.1 * TIMEOUT_S
+    taker.transfers.pump()
+    assert "sent nothing" in str(taker.ended[0])
+
+
+def test_a_state_that_nobody_waits_for_any_more_is_not_asked_for():
+    giver, taker = End(0), End(1)
+    taker.fetch(0)
+    assert taker.dialled == [0]
+    taker.now = 1.1 * TIMEOUT_S
+    taker.transfers.pump()
+    assert "sent nothing" in str(taker.ended[0])
+    linked(giver, taker)
+    assert not taker.links[0].queue
 
 
 def test_what_answers_an_older_request_is_dropped(ends):

@@ -25,6 +25,22 @@ def test_an_exchange_ends_where_nothing_of_it_comes_though_its_link_lives():
     assert worker.peers.live == {2}, "its link is closed"
 
 
+def test_one_that_asked_while_it_rested_is_told_when_its_rest_is_over():
+    """Else two workers would not exchange again: who is told "closed" waits to hear that it ended."""
+    worker = make_worker(0)
+    worker.done(0.5)
+    worker.receive(0, ask(0), 1.0)
+    (stop,) = of_type(run(worker, 1.0, 1.1 + TIMEOUT_S, [0]), Stop)
+    assert stop.peer == 0
+    worker.link_up(0, 1.2 + TIMEOUT_S)
+    answers = said(worker.receive(0, ask(0, 2), 1.2 + TIMEOUT_S), 0)
+    assert say.Busy(ask(0, 2).message.id, is_closed=True) in answers
+    told = said(run(worker, 1.2 + TIMEOUT_S, 1.0 + 3 * TIMEOUT_S, [0]), 0)
+    assert [each for each in told if isinstance(each, say.Free)] == [say.Free()]
+    again = said(worker.receive(0, ask(0, 3), 1.0 + 3 * TIMEOUT_S), 0)
+    assert isinstance(again[0], say.Accept)
+
+
 def test_an_epoch_out_of_all_order_closes_the_link():
     worker = make_worker(0, 2)
     epoch = say.Epoch(2**40, 0, 7)
