@@ -13,8 +13,11 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 
+from race import read_choices
 from race_report import CALM, COLUMNS, Column, Runs, cells, read, short
+from support.quality_rows import KINDS, RowName
 from support.report import RESULTS, markdown_table
+from support.rows import TORCHFT
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "race.md")
@@ -24,7 +27,9 @@ THOUSANDS = Column(
     "thousands of samples kept", "samples", ".0f", max, lambda run, *_: run.samples / 1e3
 )
 BY_KEY = {column.key: column for column in COLUMNS} | {THOUSANDS.key: THOUSANDS}
-DETAILS = ("samples", "samples_ratio", "loss", "loss_ratio", "share_of_calm", "lost_s", "megabytes")
+DETAILS = (
+    "samples", "samples_ratio", "loss", "loss_ratio", "share_of_calm", "restart_s", "megabytes"
+)  # fmt: skip
 """The columns of a condition's table; without those of which it has no figure."""
 
 SUMMARY = {CALM: "calm", "moving": "slow", "kills10": "kills", "kills10_moving": "both"}
@@ -32,10 +37,10 @@ REST = {
     ("race_more", "slow"): "one worker is 4 times slower",
     ("race_more", "jitter"): "step times vary (lognormal, 0.3)",
     ("race_more", "stops"): "five stops of 2 to 8 s",
-    ("race", "kills30"): "a kill every 30 s",
-    ("race", "kills120"): "a kill every 120 s, 300 s of training",
+    ("race_first", "kills30"): "a kill every 30 s",
+    ("race_first", "kills120"): "a kill every 120 s, 300 s of training",
     ("race_more", "vanish"): "a host vanishes every 30 s",
-    ("race_more", "bad_link"): "one worker at 100 Mbit/s, others at 1 Gbit/s",
+    ("race_link", "bad_link"): "one worker at 100 Mbit/s, others at 1 Gbit/s",
 }
 """The conditions that share a table: the results file of each, and its text."""
 
@@ -90,7 +95,29 @@ def rest(key: str) -> str:
     return markdown_table((column.name, *map(short, rows)), lines)
 
 
+def tuned() -> str:
+    """Return the table of the rows' own settings: a line a row of the race."""
+    choices = read_choices()[False]
+    lines = []
+    for row in stored("race")[CALM]:
+        choice, is_torchft = choices[row], KINDS[RowName.parse(row).kind].needs is TORCHFT
+        outer = "" if choice.outer is None else "{:g}, {:g}".format(*choice.outer)
+        waits = (f"{choice.heartbeat_ms / 1e3:g}", f"{choice.timeout_s}", f"{choice.join_ms / 1e3:g}")
+        lines.append(
+            (
+                short(row),
+                f"{choice.learning_rate:g}",
+                "yes" if choice.keeps_spares else "no",
+                outer,
+                *(waits if is_torchft else ("", "", "")),
+            )
+        )
+    head = ("", "learning rate", "spares", "outer rate, momentum", "dead after (s)")
+    return markdown_table((*head, "time-out (s)", "waits for late ones (s)"), lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "tuned": tuned,
     "summary": summary,
     "rest samples": partial(rest, "samples"),
     "rest loss": partial(rest, "loss"),
