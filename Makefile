@@ -96,7 +96,8 @@ BENCHMARKS = exchange.py "memory.py --rounds 1" "shards.py --rounds 1" \
 	"race.py --conditions calm,kills10 --rows gossipdp,ddp --rounds 1 --seconds 35" \
 	"quality.py --size small --minutes 10"
 bench: $(VENV)/dev.installed
-	for each in $(BENCHMARKS); do $(BIN)/python benchmarks/$$each $(ARGS) || exit 1; done
+	export BENCHMARK_RESULTS=runs/benchmarks; \
+	  for each in $(BENCHMARKS); do $(BIN)/python benchmarks/$$each $(ARGS) || exit 1; done
 
 # An sdist and the wheel built from it, in dist/; tests/integration/test_wheel.py says what is in them.
 dist: $(VENV)/dev.installed

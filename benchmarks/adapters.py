@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def work(folder: Path, base: Path) -> None:
     step_s = STEP_S * SLOWNESS[rank] * plan.batch_size / BATCH
     compute = TimedCompute([*net.blocks, net], lambda: step_s)
     row = job.name.make(net, plan)
-    generator = torch.Generator().manual_seed((job.seed << 32) + (os.getpid() << 8) + rank)
+    generator = torch.Generator().manual_seed(zlib.crc32(b"%d %d %d" % (job.seed, os.getpid(), rank)))
     with (folder / f"steps-{rank}").open("a", buffering=1) as steps:
 
         def note(loss: float) -> None:

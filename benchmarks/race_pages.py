@@ -21,7 +21,7 @@ from support.rows import TORCHFT
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "race.md")
-MARKED = re.compile(r"(?<=<!-- race: )([\w ]+)( -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(?<=<!-- race: )([\w ]+)( -->\n\n).*?(?=<!-- end -->)", re.DOTALL)
 
 THOUSANDS = Column(
     "thousands of samples kept", "samples", ".0f", max, lambda run, *_: run.samples / 1e3
@@ -130,7 +130,7 @@ def rewritten(page: str) -> str:
     def again(found: re.Match[str]) -> str:
         name = found[1]
         text = TABLES[name]() if name in TABLES else condition(*name.split())
-        return f"{name}{found[2]}{text}"
+        return f"{name}{found[2]}{text}\n\n"
 
     return MARKED.sub(again, page)
 

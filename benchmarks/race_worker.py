@@ -44,6 +44,11 @@ LEAVE_SHARE, COUNT_EVERY_S = 1 / 350, 1.0
 CLONE_NEWUTS = 0x04000000
 
 
+def data_seed(seed: int, life: int, rank: int) -> int:
+    """Return a seed of a life's batches below 2**32: torch's generator heeds no higher bits."""
+    return (seed << 20) + (life << 8) + rank
+
+
 class Life:
     """The record of one process, and its shelf."""
 
@@ -159,8 +164,7 @@ def main() -> None:
     shelf = Shelf(shelf_path(folder, rank, life), num_parameters(task))
     own = Life(row, shelf, imported_s, began_s, max(0.2, LEAVE_SHARE * settings.seconds))
     save = make_save(row, settings, folder, rank)
-    seed = (settings.seed << 32) + (life << 16) + rank
-    for batch in task.batches(text, seed):
+    for batch in task.batches(text, data_seed(settings.seed, life, rank)):
         now = time.monotonic()
         progress = (now - started_s) / settings.seconds
         if progress >= 1:

@@ -96,11 +96,12 @@ def _clocked(runs: Runs, kind: str, name: str) -> list[dict[str, float]]:
 
 def claims(runs: Runs) -> list[tuple[str, str]]:
     """Return the rows of the page's first table."""
-    shares = []
+    shares, found = [], list[float]()
     for kind in KINDS:
         both = [_clocked(runs, kind, name) for name in (ACCELERATED, ALL_REDUCE)]
-        found = [ours["seconds"] / theirs["seconds"] for ours, theirs in zip(*both, strict=True)]
-        shares.append(f"{min(found):.2f} to {max(found):.2f}")
+        these = [ours["seconds"] / theirs["seconds"] for ours, theirs in zip(*both, strict=True)]
+        shares.append(f"{min(these):.2f} to {max(these):.2f}")
+        found += these
     most = _clocked(runs, "alike", ACCELERATED)[-1]
     over = [
         gains(runs, ACCELERATED, GOSSIP, setting, kind)
@@ -124,8 +125,8 @@ def claims(runs: Runs) -> list[tuple[str, str]]:
         ),
         (
             "table 2: less time to train than AR-SGD, on 4 to 64 workers",
-            f"**holds** by the simulator's clock: {shares[0]} of its time, with a straggler "
-            f"{shares[1]}",
+            f"{parts.verdict(max(found) < 1, parts.HOLDS)} by the simulator's clock: {shares[0]} of "
+            f"its time, with a straggler {shares[1]}",
         ),
         (
             "table 3: the slowest and the fastest of 64 take nearly as many steps",

@@ -43,8 +43,8 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """Return the spread of the values; NaN of none."""
-        found = tuple(values) or (math.nan,)
+        """Return the spread of the values that are numbers; NaN of none."""
+        found = tuple(value for value in values if not math.isnan(value)) or (math.nan,)
         return cls(statistics.median(found), min(found), max(found), found)
 
     def text(self, form: str = ".2f") -> str:
@@ -239,8 +239,8 @@ def run_script(main: Callable[[], None]) -> None:
 
 
 def results_folder(quick: bool) -> Path:
-    """Return the folder of results: quick ones never join the committed ones."""
-    return QUICK_RESULTS if quick else RESULTS
+    """Return the folder of results: quick ones never join the committed ones, nor `make bench`'s."""
+    return QUICK_RESULTS if quick else Path(os.environ.get("BENCHMARK_RESULTS") or RESULTS)
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int = 1) -> str:

@@ -119,6 +119,9 @@ def test_time_by_the_simulators_clock(tmp_path, monkeypatch):
 def test_real_processes_are_judged_as_simulated_ones(task, tmp_path, monkeypatch):
     runs = Runs(tmp_path / "runs.jsonl")
     task.setting = replace(task.setting, workers=2)
+    with pytest.raises(ValueError, match="3 times the rate, is simulated alone"):
+        runs.find_real(DOUBLED, task, seed=1)
+    task.setting = replace(task.setting, times=1.0)
     run = runs.find_real(DOUBLED, task, seed=1)
     assert 0 <= run["accuracy"] <= 1
     assert run["slowest_steps"] + run["fastest_steps"] >= 16

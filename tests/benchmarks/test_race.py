@@ -17,7 +17,7 @@ import torch
 from race import Race, Runs, measure_rows, missing_rows, tune
 from race_report import Run, conclusion, draw, lost_seconds, ours_over, share_of_calm, table
 from race_run import RESTART_DELAY_S, Fault, Job, Point, RaceResult, final_model, present_model
-from race_worker import Life, make_save
+from race_worker import Life, data_seed, make_save
 from support.byte_task import BATCH_SIZE, num_parameters
 from support.conditions import RACE_CONDITIONS
 from support.quality_rows import RowName
@@ -399,3 +399,10 @@ def test_ratios_are_those_of_a_round_and_the_picture_says_who_wins(tmp_path):
     assert line[2:4] == ("100", "2.00")
     draw(tmp_path / "race.png", {"calm": runs, "kills10": runs})
     assert (tmp_path / "race.png").stat().st_size > 10_000
+
+
+def test_each_round_life_and_worker_has_batches_of_its_own():
+    each = list(itertools.product(range(6), range(50), range(16)))
+    seeds = {data_seed(*numbers) for numbers in each}
+    assert len(seeds) == len(each)
+    assert max(seeds) < 2**32, "torch's generator heeds no higher bits"

@@ -40,6 +40,14 @@ def test_a_table_is_written_again_and_nothing_else():
     assert f"{ours['loss']:.3f} (" in first
 
 
+def test_an_empty_table_is_written_and_what_follows_it_stays():
+    page = "<!-- race: race calm -->\n\n<!-- end -->\n\n## Then\n\n<!-- race: tuned -->\n\n<!-- end -->\n"
+    again = rewritten(page)
+    assert again.count("\n\n<!-- end -->\n") == 2
+    assert "## Then" in again
+    assert rewritten(again) == again
+
+
 def test_a_table_has_the_columns_of_which_there_are_figures():
     heads = [race_pages.condition("race", name).splitlines()[0] for name in ("calm", "kills10")]
     assert ["of its own calm" in head for head in heads] == [False, True]

@@ -9,7 +9,7 @@ import pytest
 from startup import measure_kill
 from support.finished_runs import FinishedRuns
 from support.meeting import Meeting
-from support.report import commit_of, interleaved
+from support.report import Spread, commit_of, interleaved
 
 
 def finished(path: Path | None) -> FinishedRuns[dict[str, object]]:
@@ -28,6 +28,13 @@ def test_finished_runs_are_found_again_and_a_damaged_line_is_named(tmp_path):
         file.write('{"loss": 3.0}\n')
     with pytest.raises(ValueError, match=r"line 3 is no finished run.*delete that line"):
         finished(path)
+
+
+def test_a_spread_is_that_of_the_numbers_alone():
+    """A ratio is NaN where a row has run in a round and the other not yet."""
+    spread = Spread.of([math.nan, 1.3, 1.1])
+    assert (spread.median, spread.least, spread.greatest) == pytest.approx((1.2, 1.1, 1.3))
+    assert math.isnan(Spread.of([math.nan]).median)
 
 
 def test_every_case_begins_a_round_in_turn():

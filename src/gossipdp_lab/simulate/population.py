@@ -124,6 +124,13 @@ class RowOptimizers:
                     begin = values.storage_offset()
                     values.grad = self._gradient[begin : begin + values.numel()].view_as(values)
             optimizer.step()  # it makes its state, which the views of zeros replace
+            for kept in optimizer.state.values():
+                for name, value in kept.items():
+                    if name != "step" and isinstance(value, Tensor) and value.any():
+                        raise ValueError(
+                            f"the simulator begins with zeros, and {type(optimizer).__name__} "
+                            f"begins with another {name!r}: take another optimizer"
+                        )
         return optimizers
 
     def _kept(self, rank: int) -> list[tuple[dict[str, Tensor], str, Tensor]]:

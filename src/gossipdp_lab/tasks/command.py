@@ -16,6 +16,7 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
+from gossipdp.launcher.environment import with_torchrun_names
 from gossipdp.rules import at_least_0, at_least_1, option, shown_rate
 from gossipdp_lab.console import ProgressView, say, table_of
 from gossipdp_lab.tasks import (
@@ -83,8 +84,8 @@ def run(arguments: TrainArguments) -> int:
         )
     build_graph(options.graph, arguments.workers)
 
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        train(options)
+    if "RANK" in with_torchrun_names(os.environ) or os.environ.get("GOSSIPDP_JOIN"):
+        train(options)  # as one worker of another launcher
         return 0
 
     from gossipdp.launcher.local import launch, start_fork_server

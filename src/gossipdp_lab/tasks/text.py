@@ -88,7 +88,8 @@ class Gpt(Workload[Tensor]):
         num_windows = min(self.num_validation_windows, last_start // self.options.context + 1)
         nats = 0.0
         with evaluating(model):
-            for starts in torch.split(torch.linspace(0, last_start, num_windows).long(), 32):
+            places = torch.linspace(0, last_start, num_windows, dtype=torch.float64).long()
+            for starts in torch.split(places, 32):
                 windows = self._windows(self.validation, starts)
                 nats += float(self.loss(model, windows)) * len(starts)
         return nats / num_windows / math.log(2)

@@ -194,3 +194,8 @@ def test_rows_that_step_at_different_times_are_those_of_torch(make):
                     group["lr"] = group.setdefault("initial_lr", group["lr"]) * 0.5
                 optimizer.step()
     torch.testing.assert_close(x, torch.stack(rows), rtol=1e-12, atol=1e-12)
+
+
+def test_an_optimizer_that_does_not_begin_with_zeros_is_refused():
+    with pytest.raises(ValueError, match="NAdam begins with another 'mu_product'"):
+        RowOptimizers(torch.optim.NAdam, torch.zeros(2, 3))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gossipdp_lab.tasks import BytesGptOptions
-from gossipdp_lab.tasks.command import MODEL_FILE, train
+from gossipdp_lab.tasks import BytesGptOptions, command
+from gossipdp_lab.tasks.command import MODEL_FILE, TrainArguments, train
 from gossipdp_lab.tasks.text import Gpt
 
 
@@ -21,6 +21,27 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BytesGptOptions:
     return BytesGptOptions(
         data=text, output=tmp_path / "output", context=16, width=16, depth=1, heads=2, batch_size=8
     )
+
+
+@pytest.mark.parametrize(
+    "told", [{"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}, {"GOSSIPDP_JOIN": "10.0.0.1:1"},
+             {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}],
+)  # fmt: skip
+def test_under_any_launcher_the_command_is_one_worker(options, monkeypatch, told):
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    trained: list[object] = []
+    monkeypatch.setattr(command, "train", trained.append)
+    assert command.run(TrainArguments(recipe=options)) == 0
+    assert trained == [options]
+
+
+def test_windows_of_a_long_text_end_within_it(options, monkeypatch):
+    """Beyond 16 million float32 has not every whole number."""
+    monkeypatch.setattr(Gpt, "num_validation_windows", 2)
+    recipe = Gpt(options)
+    recipe.validation = torch.zeros(50_000_000, dtype=torch.uint8)
+    assert recipe.evaluate(recipe.make_model()) > 0
 
 
 def test_an_evaluation_that_fails_does_not_lose_the_model(options, monkeypatch):
