@@ -202,8 +202,6 @@ def test_a_second_sigterm_kills_at_once(workers, tmp_path, monkeypatch):
 
 
 def joins() -> bool:
-    from gossipdp.launcher.environment import Environment
-
     return Environment.read().is_joining
 
 

@@ -41,7 +41,8 @@ def compiled(name: str, arguments: Iterable[str], symbol: str) -> Any:
     Raises:
         ImportError: the user has told numba to compile nothing.
     """
-    if numba.config.DISABLE_JIT:
+    config: Any = numba.config  # its names are made when it is imported
+    if config.DISABLE_JIT:
         raise ImportError("NUMBA_DISABLE_JIT is set, so numba compiles nothing: unset it")
     numbers = {"size": types.intp, "bool": types.boolean, "number": types.float64}
     pointer: Any = types.CPointer

@@ -238,10 +238,10 @@ class Supervisor:
             # poll(2) takes no more descriptors than the process may have, and that limit may have
             # been lowered. Without the wait we only react later: all processes are looked at below.
             time.sleep(min(timeout_s, POLL_S))
+        self._take_reports()
         for number in self._caught[self._num_heeded :]:  # the workers may have got it too
             self._num_heeded += 1
             self.end(signal.SIGTERM if number == signal.SIGHUP else number)
-        self._take_reports()
         now = self._looked_at_s = self._clock()
         for worker in self.running:
             ending = worker.poll()

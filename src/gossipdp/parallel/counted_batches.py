@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -212,7 +212,7 @@ class CountedBatches:
             if not self._is_closed:
                 self._checkpointer.take_due()
 
-    def _passes(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+    def _passes(self, loader: Iterable[Batch]) -> Generator[Batch, None, None]:
         """Yield the loader's batches, each counted, pass after pass without end."""
         self._counted = 0
         is_new, self._is_looked_at = not self._is_looked_at, True

@@ -333,11 +333,10 @@ def warn_of_steps_alone(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 def warn_of_step_counters(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Log one warning if a scheduler of torch's, and no ProgressLR, sets the rates of one of these.
 
-    torch marks the step of an optimizer that has any scheduler.
+    torch marks the step of an optimizer that has any scheduler, ProgressLR those that it serves.
     """
-    followers = [each.optimizer for each in FOLLOW_PROGRESS]
     for each in optimizers:
-        if getattr(each.step, "_wrapped_by_lr_sched", False) and each not in followers:
+        if getattr(each.step, "_wrapped_by_lr_sched", False) and each not in FOLLOW_PROGRESS:
             logger.warning(
                 "a learning-rate scheduler of the %s counts this worker's own steps, so it runs "
                 "out early on a fast worker and late on a slow one: use "

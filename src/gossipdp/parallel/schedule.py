@@ -13,8 +13,9 @@ SHAPES = ("constant", "linear", "cosine", "one_cycle")
 ONE_CYCLE_WARMUP, ONE_CYCLE_START, ONE_CYCLE_END = 0.3, 1 / 25, 4e-6
 """Those of torch's OneCycleLR."""
 
-FOLLOW_PROGRESS: "weakref.WeakSet[ProgressLR]" = weakref.WeakSet()
-"""All that live."""
+FOLLOW_PROGRESS: "weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[ProgressLR]]"
+FOLLOW_PROGRESS = weakref.WeakKeyDictionary()
+"""The optimizers that have had a :class:`ProgressLR`, each with its last one."""
 
 
 @runtime_checkable
@@ -98,7 +99,7 @@ class ProgressLR(LRScheduler):
                 "of progress to factor, or a function of progress"
             )
         super().__init__(optimizer)
-        FOLLOW_PROGRESS.add(self)
+        FOLLOW_PROGRESS[optimizer] = weakref.ref(self)
 
     def factor(self, progress: float) -> float:
         """Return the factor of the first rates at that progress, 0 to 1."""
@@ -147,8 +148,10 @@ def set_rates(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     A schedule is often made before the run's end is known, and without that it takes a worker that
     has just joined or resumed for one at the start.
     """
-    for schedule in list(FOLLOW_PROGRESS):
-        if schedule.optimizer in optimizers:
+    for optimizer in optimizers:
+        reference = FOLLOW_PROGRESS.get(optimizer)
+        schedule = None if reference is None else reference()
+        if schedule is not None:
             schedule.set_rates()
 
 

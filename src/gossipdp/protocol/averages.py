@@ -131,8 +131,9 @@ class LiveAverages:
             return []
         match message:
             case TellAverage() if peer in request.sum.children:
+                if peer not in request.told:  # a repetition brings the sum no further
+                    request.sum.moved(peer)
                 request.told[peer] = message
-                request.sum.moved(peer)
                 self._tell(request)
             case PullPartials(start=start) if (
                 start >= self._num_chunks and peer == request.sum.parent

@@ -36,8 +36,9 @@ MAX_INCARNATION = 2**31 - 1
 MAX_LEAP = 1000
 """One message raises a known incarnation, or a known epoch, by at most this much."""
 MAX_JOINERS = 4096
-LONGEST_JOIN = 20.0
 """Records of ranks beyond those that the run began with."""
+LONGEST_JOIN = 20.0
+"""A joiner is remembered so many times as long while it is joining as once it is over."""
 MAX_PROCESSES = 65_536
 
 _Key = TypeVar("_Key")

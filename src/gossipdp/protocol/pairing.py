@@ -321,7 +321,8 @@ class Pairing:
             self.freed = None
         if is_resting:
             self._resting.setdefault(peer)
-            return [Send(peer, Busy(proposal.id, is_closed=True))]
+            others = self._free_oldest() if isinstance(self.state, Idle) else []
+            return [Send(peer, Busy(proposal.id, is_closed=True)), *others]
         state = self.state
         if not self.answers:
             return self.refuse(peer, proposal)

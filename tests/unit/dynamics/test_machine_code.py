@@ -102,7 +102,8 @@ def test_code_of_another_version_is_not_loaded(kept, monkeypatch, tmp_path, vers
         flow()
 
 
-def test_numba_that_may_not_compile_is_named(folders, monkeypatch):
+def test_numba_that_may_not_compile_is_named(kept, monkeypatch):
+    kept.unlink()
     monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
     with pytest.raises(ImportError, match="NUMBA_DISABLE_JIT is set"):
         flow()

@@ -272,7 +272,8 @@ def test_a_cpython_that_was_built_beside_an_old_c_library_shares_memory_too():
                 delattr(module, name)
         from gossipdp.links.shared_memory import SharedSegment, map_offered
         from gossipdp.links.sockets import set_options
-        print(len(map_offered(SharedSegment(4096, 1).offer)[1]))
+        segment = SharedSegment(4096, 1)
+        print(len(map_offered(segment.offer)[1]))
         with socket.socket() as connection:
             set_options(connection, "10.0.0.1")
     """

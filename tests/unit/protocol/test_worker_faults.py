@@ -26,7 +26,7 @@ def test_an_exchange_ends_where_nothing_of_it_comes_though_its_link_lives():
 
 
 def test_one_that_asked_while_it_rested_is_told_when_its_rest_is_over():
-    """Else two workers would not exchange again: who is told "closed" waits to hear that it ended."""
+    """Else the two would not exchange again: who is told "closed" waits to hear that it ended."""
     worker = make_worker(0)
     worker.done(0.5)
     worker.receive(0, ask(0), 1.0)
