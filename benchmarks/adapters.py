@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -321,32 +319,6 @@ def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def wrapping() -> dict[str, float]:
-    """Return what wrapping a base of 256 MB takes: MB at its peak and after, MB of a checkpoint."""
-    from gossipdp import Checkpoints, GossipDataParallel
-
-    def held_mb(name: str) -> float:
-        (line,) = re.findall(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        return int(line) * 1024 / 1e6
-
-    base, adapter = nn.Linear(8_000, 8_000), nn.Linear(8_000, 4, bias=False)
-    net = nn.Sequential(base.requires_grad_(False), adapter)
-    optimizer = torch.optim.AdamW(adapter.parameters())
-    small = nn.Linear(4, 4)
-    GossipDataParallel(small, torch.optim.AdamW(small.parameters())).close()  # code, loaded once
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-    before = held_mb("VmRSS")
-    with tempfile.TemporaryDirectory() as folder:
-        model = GossipDataParallel(net, optimizer, checkpoints=Checkpoints(folder))
-        peak, after = held_mb("VmHWM"), held_mb("VmRSS")
-        net(torch.randn(2, 8_000)).sum().backward()
-        optimizer.step()
-        model.save_checkpoint()
-        model.close()
-        files = [each.stat().st_size for each in Path(folder).rglob("*") if each.is_file()]
-    return {"peak_mb": peak - before, "after_mb": after - before, "checkpoint_mb": sum(files) / 1e6}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("base", type=Path, help="made by examples/lora.py --make")
@@ -354,13 +326,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="seeds")
     parser.add_argument("--quick", action="store_true", help="one seed of 20 s, untuned")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--wrapping", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work is not None:
         work(options.work, options.base)
-        return
-    if options.wrapping:
-        print(json.dumps(wrapping()))
         return
     if options.quick:
         options.seconds, options.rounds = 20.0, 1
@@ -373,22 +341,10 @@ def main() -> None:
         raise ValueError(
             f"there is no {options.base}; python examples/lora.py {options.base} --make"
         )
-    command = [sys.executable, __file__, str(options.base), "--wrapping"]
-    trials = [json.loads(subprocess.check_output(command)) for _ in range(3)]
-    memory = {key: Spread.of(each[key] for each in trials) for key in trials[0]}
     alone = bits(lora.adapted(options.base))
     found = measure(options, report)
-    cells = [memory[key].text() for key in ("peak_mb", "after_mb", "checkpoint_mb")]
-    report.tables += [
-        table(found, alone),
-        Table(
-            "A base of 256 MB, 0.13 MB of adapters",
-            ("", "MB at the peak of wrapping", "MB after it", "MB of a checkpoint"),
-            [("gossipdp", *cells)],
-            "Resident memory of the process beyond what it held before; medians of three.",
-        ),
-    ]
-    report.write({"base_alone": alone, "wrapping": memory, "rows": found})
+    report.tables.append(table(found, alone))
+    report.write({"base_alone": alone, "rows": found})
     draw(found, results_folder(options.quick) / f"{NAME}.png")
 
 
