@@ -23,6 +23,7 @@ from gossipdp.launcher import supervisor
 from gossipdp.launcher.environment import Environment
 from gossipdp.launcher.local import launch
 from gossipdp.launcher.rendezvous import Rendezvous, Settings
+from gossipdp.launcher.reports import Report, send_report
 
 pytestmark = pytest.mark.processes
 
@@ -199,6 +200,15 @@ def test_a_second_sigterm_kills_at_once(workers, tmp_path, monkeypatch):
     assert ended.value.code == 128 + signal.SIGTERM
     assert len(sent) == 2
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def fail_to_save() -> None:
+    send_report(Report(unsaved="no room"))
+
+
+def test_a_last_checkpoint_that_could_not_be_saved_is_logged(workers, caplog):
+    assert workers(fail_to_save, 1) == [None]
+    assert caplog.messages == ["worker 0: no room"]
 
 
 def joins() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
@@ -14,6 +15,8 @@ from gossipdp.integrations import needed_from
 from gossipdp.launcher.launch_plan import LaunchPlan
 from gossipdp.launcher.reports import ReportChannel, report_variables
 from gossipdp.rules import at_least_0, at_least_1
+
+logger = logging.getLogger("gossipdp")
 
 
 def launch(
@@ -151,6 +154,8 @@ class _Worker:
                 for report in channel.take():
                     if report.addresses is not None:
                         meeting.note_addresses.remote(report.addresses)
+                    if report.unsaved is not None:
+                        logger.error("%s", report.unsaved)
 
         threading.Thread(target=pass_on, name="gossipdp reports", daemon=True).start()
         return function(*args)

@@ -9,6 +9,7 @@ import atexit
 import ctypes
 import gc
 import json
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -50,6 +51,8 @@ PRELOADED = [
     "gossipdp.parallel.module",
 ]
 PR_SET_PDEATHSIG = 1
+
+logger = logging.getLogger("gossipdp")
 
 
 def launch(
@@ -140,10 +143,12 @@ def launch(
             raise WorkerFailedError(text)
 
     ended_by = supervisor.run(look)
+    for rank, reason in sorted(supervisor.unsaved.items()):
+        logger.error("worker %d: %s", rank, reason)
     if ended_by == signal.SIGINT:
         raise KeyboardInterrupt
     if ended_by is not None:
-        raise SystemExit(128 + ended_by)
+        raise SystemExit(1 if supervisor.unsaved else 128 + ended_by)
     if supervisor.failures:
         texts = describe(supervisor.failures), supervisor.loss
         raise WorkerFailedError("\n\n".join(filter(None, texts)))

@@ -277,7 +277,7 @@ class Resumption:
         counts: those from which this worker goes on.
         progress: the lives that count in the run's progress.
         tensors: by kind and name, as ``model/NAME``; see the module.
-        training: the training state.
+        training: the training state, until the first step.
         is_own: whether this worker goes on with its own share of the data.
         ended: goes into the files of this run: the lives of earlier runs that have ended.
     """
@@ -397,7 +397,12 @@ def _find(
         tensors=tensors,
         training=training,
         is_own=is_own,
-        ended=tuple((each, BEFORE_THIS_RUN) for each in left_behind),
+        # One that had joined goes on in no run of as many as began: its file is of the past.
+        ended=tuple(
+            (each, BEFORE_THIS_RUN)
+            for each in sorted(by_rank)
+            if each in left_behind or (is_same_number and each >= first.world_size)
+        ),
     )
 
 

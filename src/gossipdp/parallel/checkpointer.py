@@ -132,8 +132,6 @@ class Checkpointer:
         # The random states right after the last step at whose end a checkpoint was due.
         self._random_states: dict[str, Any] | None = None
         self._others: dict[str, Stateful] = {}
-        # The training state from which the run resumed, until the first step.
-        self._resumed = None if resumption is None else resumption.training
         self.newest: Path | None = None
         self._writer = type(self).make_writer(worker.rank)
         self._written: Future[Path] | None = None
@@ -155,7 +153,9 @@ class Checkpointer:
             ValueError: a name is taken, a state cannot be saved, or the run resumed and has made a
                 step since.
         """
-        if self._worker.resumption is not None and self._resumed is None:
+        resumption = self._worker.resumption
+        resumed = None if resumption is None else resumption.training
+        if resumption is not None and resumed is None:
             raise ValueError("this run resumed: call also_checkpoint() before its first step")
         for name, stateful in others.items():
             if name in self._others:
@@ -165,14 +165,14 @@ class Checkpointer:
                     stateful.state_dict(), repr(name), "let its state_dict() leave it out"
                 )
             self._others[name] = stateful
-            if self._resumed is None:
+            if resumed is None:
                 continue
-            if name in self._resumed["others"]:
-                stateful.load_state_dict(self._resumed["others"][name])
+            if name in resumed["others"]:
+                stateful.load_state_dict(resumed["others"][name])
             else:
                 logger.warning("the checkpoint holds nothing of %r: it starts afresh", name)
-        if self._resumed is not None:
-            training_state.restore_groups(self._resumed, self._worker.optimizers)
+        if resumed is not None:
+            training_state.restore_groups(resumed, self._worker.optimizers)
 
     def counts(self) -> dict[str, float]:
         """Return what :class:`~.counters.Counters` says of checkpoints. Any thread may call it."""
@@ -186,7 +186,8 @@ class Checkpointer:
 
     def stepped(self) -> None:
         """Note the end of a gradient step, and whether a checkpoint is due now."""
-        self._resumed = None
+        if self._worker.resumption is not None:
+            self._worker.resumption.training = None  # on a card a second copy of the state
         if self._is_written:
             self._wait_for_writer()
         if not self.is_within_batches:  # a loop that calls neither the wrapper nor batches()
@@ -245,14 +246,14 @@ class Checkpointer:
         self._written = self._writer.begin(write)
 
     def take_last(self, *, is_averaged: bool = False) -> None:
-        """Take a last checkpoint if some were asked for: a later start then finds the run ended.
+        """Take a last checkpoint if there is a directory: a later start then finds the run ended.
 
         It is taken before the average and again after it, so that this start finds the average.
         """
         self._wait_for_writer()
         self._has_looked = False
         has_stepped = self._worker.step_number > self._drafted_step
-        if self._saving.every_steps is not None and (has_stepped or is_averaged):
+        if self._directory is not None and (has_stepped or is_averaged):
             self.is_due = True
         self.take_due()
         self.is_at_end = True

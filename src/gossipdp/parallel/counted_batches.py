@@ -209,7 +209,7 @@ class CountedBatches:
             self._check_open()
             self._count_round()
             yield next(passes)
-            if not self._is_closed:
+            if self._worker.has_stepped and not self._is_closed:  # else the first is half way
                 self._checkpointer.take_due()
 
     def _passes(self, loader: Iterable[Batch]) -> Generator[Batch, None, None]:

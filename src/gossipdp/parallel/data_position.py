@@ -31,7 +31,9 @@ class DataPosition:
         self._random_states: dict[str, Any] | None = None
 
     def capture(self) -> dict[str, Any]:
-        """Return the position, for :meth:`resume`."""
+        """Return the position, for :meth:`resume`; before a pass, the one that was resumed."""
+        if self._resumed is not None:
+            return self._resumed
         return {"epoch": self._epoch, "batch": self.batch, "start": self._start}
 
     def resume(

@@ -150,8 +150,8 @@ class Checkpoints(Checked):
 
     Args:
         directory: where checkpoints go, each worker's to a directory of its own in it.
-        every_steps: gradient steps of this worker from one checkpoint to the next; the last is
-            taken in ``consolidate()``. None: only ``model.save_checkpoint()`` saves one.
+        every_steps: gradient steps of this worker from one checkpoint to the next. None: only
+            ``consolidate()``, SIGTERM and ``model.save_checkpoint()`` save one.
         keep: how many of each worker's checkpoints stay.
         resume: ``"auto"`` goes on from the newest checkpoints in ``directory``, and starts afresh
             if there are none; if all of them are damaged, wrapping raises ValueError. A path goes

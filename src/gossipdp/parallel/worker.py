@@ -180,6 +180,8 @@ class Worker(Entry):
     # A gradient step.
 
     def _begin_forward(self, batch: Any) -> None:
+        if self._is_averaged:  # an evaluation: no step follows within
+            return
         self.checkpointer.at_forward()
         self.batches.count_forward(batch)
 

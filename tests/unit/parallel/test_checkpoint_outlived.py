@@ -167,6 +167,17 @@ def test_the_files_of_a_worker_that_joined_count_with_those_of_its_run(tmp_path)
         assert resumed(tmp_path, rank, 3).num_means == 3
 
 
+def test_the_file_of_a_worker_that_had_joined_is_not_averaged_into_a_later_run(tmp_path):
+    """A run of as many as began goes on without it, and is resumed by more much later."""
+    for rank in range(3):
+        save(tmp_path, facts(rank, 800), 1.0)
+    ended = resumed(tmp_path, 0, 2).ended
+    for rank in range(2):
+        save(tmp_path, facts(rank, 8000, run_id="second", ended=ended), 3.0)
+    for rank in range(3):
+        assert (resumed(tmp_path, rank, 3).tensors["model/w"] == 4.0).all()
+
+
 def heard_of(rank: int, samples: int) -> ProgressEntry:
     return ProgressEntry(rank, 70 + rank, samples, samples // 8)
 

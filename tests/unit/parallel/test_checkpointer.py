@@ -127,6 +127,21 @@ def test_a_loop_that_calls_the_module_is_saved_at_its_next_step(linear, tmp_path
     assert steps_saved(tmp_path) == [3]
 
 
+def test_an_evaluation_of_the_average_takes_no_checkpoint_and_counts_nothing(
+    linear, tmp_path, monkeypatch
+):
+    """With gradients, as an adversarial one has; the due one is taken after it."""
+    monkeypatch.setattr(Checkpointer, "make_writer", AtOnce)
+    model, optimizer = linear(tmp_path, 1)
+    step(model, optimizer)
+    with model.averaged():
+        model(torch.ones(50, 3))
+    assert steps_saved(tmp_path) == []
+    step(model, optimizer)
+    assert steps_saved(tmp_path) == [1]
+    assert model.stats().samples < 50
+
+
 class Stopper:
     best: object = 0.0
 

@@ -137,6 +137,9 @@ def train(tmp_path: Path, wrap: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
             epochs = model.epochs(loader, NUM_STEPS * BATCH // NUM_SAMPLES, samples=NUM_SAMPLES)
             batches = itertools.chain.from_iterable(each for _, each in epochs)
         seen: list[list[float]] = []
+        if save_at == 0:
+            model.save_checkpoint()
+            batches = iter(())
         for batch in batches:
             optimizer.zero_grad()
             noise = random.random() + numpy.random.rand() + torch.rand(())  # as dropout draws some
@@ -191,6 +194,14 @@ def test_every_loader_goes_on_where_it_was(train, row):
     whole = train(make(), save_at, loop)
     assert len(whole) >= 18
     assert train(make(), loop=loop) == whole[save_at:]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_checkpoint_before_the_first_step_keeps_the_place(train, loop):
+    """As SIGTERM takes one, or a run that had ended and is to go on with a larger budget."""
+    whole = train(make_loader("shuffled"), 8, loop)
+    assert train(make_loader("shuffled"), 0, loop) == []
+    assert train(make_loader("shuffled"), loop=loop) == whole[8:]
 
 
 @pytest.mark.processes

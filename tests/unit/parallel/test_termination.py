@@ -109,7 +109,7 @@ def test_a_loop_that_does_not_get_there_is_ended_all_the_same(terminable, tmp_pa
     assert steps_saved(tmp_path) == []
 
 
-def test_a_signal_at_the_end_of_the_run_ends_the_process_at_once(terminable):
+def test_a_signal_at_the_end_of_the_run_ends_the_process_at_once(terminable, tmp_path):
     model, optimizer = terminable
     step(model, optimizer)
     model._worker.checkpointer.take_last()
@@ -118,6 +118,8 @@ def test_a_signal_at_the_end_of_the_run_ends_the_process_at_once(terminable):
             terminate()
     finally:
         TERMINATION._reset()
+    model.close()
+    assert steps_saved(tmp_path) == [1], "taken before the wait for the average"
 
 
 def test_who_ended_after_a_worker_was_asked_to_end_has_not_died(terminable, monkeypatch):
@@ -218,7 +220,7 @@ def test_a_closed_model_trains_on_and_neither_ends_the_process_nor_saves(termina
     getattr(model, end)()
     for _ in range(3):
         step(model, optimizer)
-    assert steps_saved(tmp_path) == []
+    assert steps_saved(tmp_path) == ([] if end == "close" else [1])
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
