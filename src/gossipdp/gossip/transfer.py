@@ -228,7 +228,10 @@ class Transfers:
             fetch.rooms = fetch.room = None
         elif fetch.rooms is None:
             fetch.rooms = self._rooms(fetch, 0)
-            fetch.room = next(fetch.rooms)
+            fetch.room = next(fetch.rooms, None)
+            if fetch.room is None:  # a process of a replica may hold no value
+                self.end(None)
+                return
         start, wants_optimizers = fetch.num_parameter_chunks, fetch.unfold is not None
         self._send(fetch.peer, RequestState(fetch.counter, start, wants_optimizers))
 

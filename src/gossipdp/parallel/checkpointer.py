@@ -230,6 +230,7 @@ class Checkpointer:
             return
         self._has_looked = True
         if self._worker.known().is_ending and TERMINATION.may_end_in(self):
+            self._worker.forget_ending()
             TERMINATION.save_and_end()
         if self.is_due and self._is_sharded:  # all processes of a replica save the same steps
             self._wait_for_writer()

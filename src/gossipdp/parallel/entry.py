@@ -501,6 +501,10 @@ class Entry:
         """Return what this process knows now; with shards, what all agreed on after a step."""
         return self._agreed if self.replica.is_sharded else self._own_view()
 
+    def forget_ending(self) -> None:
+        """Forget that the replica is to end: a script that catches Ctrl+C may go on."""
+        self._agreed = self._agreed._replace(is_ending=False)
+
     def _own_view(self, samples: int = 0) -> Agreed:
         """Return what this process alone knows; ``samples``: of the step that has ended."""
         snapshot = self._loop.snapshot

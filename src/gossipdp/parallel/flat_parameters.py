@@ -196,6 +196,7 @@ class FlatParameters:
 
     def frozen_names(self) -> set[str]:
         """Return all names in the module of what is left alone."""
+        reshard(self._module)  # else the module holds what FSDP has gathered
         held = {id(view.held) for view in self._base}
         named = (
             *self._module.named_parameters(remove_duplicate=False),
@@ -326,6 +327,7 @@ class FlatParameters:
         Exchanges go on there. The addresses stay: FSDP gathers from them, and CUDA graphs read
         them. :meth:`swap_back` ends it.
         """
+        self.state.device.finish()  # all that was queued within averaged()
         for segment, flat in zip(self.state.segments, flats, strict=True):
             segment.swap(flat)
         reshard(self._module)

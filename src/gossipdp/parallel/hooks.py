@@ -28,6 +28,7 @@ from gossipdp.logs import OF_RUN
 from gossipdp.parallel.entry import Entry
 from gossipdp.parallel.options import GROUPS
 from gossipdp.parallel.schedule import FOLLOW_PROGRESS
+from gossipdp.parallel.shards import reshard
 
 logger = logging.getLogger("gossipdp")
 
@@ -148,6 +149,8 @@ class Hooks:
         self._has_grown = True
 
     def _refuse_new_parameters(self) -> None:
+        if self._has_grown:
+            reshard(self._module)  # what FSDP has gathered is no new parameter
         for name, parameter in self._module.named_parameters() if self._has_grown else ():
             if parameter.requires_grad and id(parameter) not in self._parameters:
                 change = "replaced" if name in self._parameters.values() else "added to the module"

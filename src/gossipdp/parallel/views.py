@@ -233,9 +233,10 @@ def _set_roles_by_size(views: Sequence[View], exchange_frozen: bool) -> None:
     """Let the parameters of no optimizer be averaged in the end, unless they are a frozen base.
 
     Their size decides, and not whether they change: so all workers decide alike, also those that
-    join a running job. Integer buffers of such a size are the packed weights of a quantized base.
+    join a running job, and all processes of a replica, whose own parts may differ. Integer buffers
+    of such a size are the packed weights of a quantized base.
     """
-    trained = sum(view.tensor.nbytes for view in views if view.role is Role.TRAINED)
+    trained = sum(view.held.nbytes for view in views if view.role is Role.TRAINED)
     parameters = [view for view in views if view.role is Role.FROZEN]
     packed = [
         view
@@ -244,7 +245,7 @@ def _set_roles_by_size(views: Sequence[View], exchange_frozen: bool) -> None:
         and (not view.is_plain or not (view.held.is_floating_point() or view.held.is_complex()))
     ]
     for others in (parameters, [] if exchange_frozen else packed):
-        is_small = sum(view.tensor.nbytes for view in others) <= MOST_UNOPTIMIZED * trained
+        is_small = sum(view.held.nbytes for view in others) <= MOST_UNOPTIMIZED * trained
         for view in others:
             if not (is_small and view.is_plain):
                 view.role = Role.FROZEN

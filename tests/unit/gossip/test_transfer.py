@@ -387,6 +387,14 @@ def test_silence_ends_a_fetch_and_each_chunk_defers_that(ends):
     assert taker.links[0].closed, "so that the rest is not sent"
 
 
+def test_a_process_that_holds_no_value_has_its_state_at_once(ends):
+    giver, taker = ends
+    taker.transfers._chunks = ()
+    taker.fetch(0)
+    assert taker.ended == [None]
+    assert not taker.links[0].queue
+
+
 def test_bytes_of_a_chunk_defer_the_end_of_a_fetch(ends):
     """On a slow link a chunk may take longer than the time-out."""
     _, taker = ends

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gossipdp import Checkpoints, ModelChangedError, Network
+from gossipdp.dynamics.chunks import Role
 from gossipdp.launcher.environment import Environment
 from gossipdp.parallel import training_state
 from gossipdp.parallel.flat_parameters import FlatParameters
@@ -64,6 +65,40 @@ def test_parameters_stay_where_fsdp_put_them_and_a_shard_laid_elsewhere_is_an_er
     net.double()
     with pytest.raises(ModelChangedError, match="lies elsewhere"):
         flat.check()
+
+
+def test_what_fsdp_has_gathered_is_no_new_parameter_and_none_of_the_base_is_missed(alone, wrap):
+    """A forward pass without gradients leaves the root's parameters gathered."""
+    net = fully_shard(nn.Sequential(nn.Linear(3, 40), nn.Linear(40, 1)))
+    net[0].requires_grad_(False)
+    model = wrap(net, torch.optim.SGD(net[1].parameters(), 0.1))
+    names = {"0.weight", "0.bias"}
+    assert model._worker.frozen_names() == names
+    with torch.no_grad():
+        net(torch.ones(1, 3))
+    assert model._worker.frozen_names() == names
+    with torch.no_grad():
+        net(torch.ones(1, 3))
+    other = nn.Linear(1, 1)  # a module that is made after wrapping
+    torch.optim.SGD(other.parameters(), 0.1).step()
+
+
+def test_forward_passes_after_the_end_are_of_the_average(alone, wrap):
+    net = fully_shard(nn.Linear(3, 1))
+    model = wrap(net, adamw(net))
+    with torch.no_grad():
+        net(torch.ones(1, 3))
+    assert not isinstance(net.weight, DTensor)
+    model.consolidate()
+    assert isinstance(net.weight, DTensor), "it gathers anew"
+
+
+def test_roles_by_size_are_alike_in_all_processes_of_a_replica(four):
+    """This one has 18 of the 54 values of the frozen layer, and all of the trained one."""
+    net = nn.Sequential(nn.Linear(8, 6).requires_grad_(False), nn.Linear(6, 1))
+    fully_shard(net)
+    views = views_of(net, [torch.optim.SGD(net[1].parameters(), 0.1)])
+    assert {view.role for view in views if view.name.startswith("0.")} == {Role.FROZEN}
 
 
 def test_a_state_dict_has_what_exchanges_brought(alone):

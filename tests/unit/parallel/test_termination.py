@@ -122,6 +122,22 @@ def test_a_signal_at_the_end_of_the_run_ends_the_process_at_once(terminable, tmp
     assert steps_saved(tmp_path) == [1], "taken before the wait for the average"
 
 
+def test_a_replica_of_several_goes_on_after_ctrl_c_as_one_process_does(
+    plain_sigterm, linear, tmp_path, monkeypatch
+):
+    """What its processes agreed on at the last step is that they end."""
+    model, optimizer = linear(tmp_path)
+    step(model, optimizer)
+    terminate(signal.SIGINT)
+    worker = model._worker
+    worker._agreed = worker._own_view()
+    assert worker._agreed.is_ending
+    monkeypatch.setattr(worker, "known", lambda: worker._agreed)
+    with pytest.raises(KeyboardInterrupt):
+        step(model, optimizer)
+    assert model.consolidate().gradient_steps == 1
+
+
 def test_who_ended_after_a_worker_was_asked_to_end_has_not_died(terminable, monkeypatch):
     model, optimizer = terminable
     step(model, optimizer)
