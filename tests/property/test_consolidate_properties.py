@@ -313,6 +313,8 @@ def test_one_death_at_every_event(num_workers):
             network.check_results()
             network.check_agreement()
             assert len(network.ended) == num_workers - len(died)
+            leads = {outcome.lead for _, outcome in network.ended}
+            assert leads == {min(worker.rank for worker, _ in network.ended)}
             if not died:
                 break
         else:

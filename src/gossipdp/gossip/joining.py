@@ -15,7 +15,7 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -27,6 +27,7 @@ from gossipdp.links.link import Link, LinkHandler
 from gossipdp.links.sockets import listen
 from gossipdp.links.tcp import TcpTransport
 from gossipdp.links.tls import Tls
+from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.messages import AskMembers, Envelope, Members, ProtocolError, decode, encode
 
 ROUND_S = 6.0
@@ -70,6 +71,12 @@ class _Visitor(LinkHandler):
     ) -> None:
         self.num_failed += 1
         self.num_refused += refused_connection
+
+
+def has_ended(members: Iterable[Member], rank: int) -> bool:
+    """Return whether the others of ``rank`` train no more, and not since all have died."""
+    others = {member.status for member in members if member.rank != rank}
+    return Status.ALIVE not in others and bool(others & {Status.DONE, Status.LEFT})
 
 
 class RunEndingError(RefusedError):

@@ -11,7 +11,7 @@ cost a pass wait here, and :meth:`Sums.pump` does them for ``BUSY_S`` in a turn.
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -156,11 +156,13 @@ class Sums:
                 results = [self._values(origin, index) for index in range(len(self._chunks))]
                 values = [each for each in results if each is not None]
                 left_out = self._protocol.consolidation.left_out
-                lead = self._protocol.consolidation.leader
+                lead = self._protocol.consolidation.lead
                 self.outcome = Outcome(values, num_members, left_out, distance, lead)
             case Finished():
                 assert self.outcome is not None
                 assert self.on_end is not None
+                lead = self._protocol.consolidation.lead  # who led at Commit may have died since
+                self.outcome = replace(self.outcome, lead=lead)
                 self.on_end(self.outcome)
 
     # Sending, and other work that takes a pass.

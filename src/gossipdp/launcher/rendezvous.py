@@ -297,6 +297,13 @@ class Rendezvous:
     def _agree(self, store: "Store", settings: Settings, secret: bytes | None) -> _Reference:
         rank = self._environment.rank
         if store.add(self._arrival(rank), 1) > 1:
+            if self._environment.is_joining:
+                raise RefusedError(
+                    f"worker {rank} was started again, and its earlier process had met the others "
+                    f"for the script's model number {self._number + 1}: it can join the first one "
+                    "alone. Start a script of several models without restarts, and go on from "
+                    'checkpoints with resume="auto"'
+                )
             raise RefusedError(
                 f"another worker already has RANK {rank}; give each worker its own, 0 to "
                 f"{self._environment.world_size - 1}, and each run its own store or GOSSIPDP_RUN_ID"

@@ -302,19 +302,22 @@ class Average(msgspec.Struct, frozen=True):
     """The origin of a saved average: its run, and the samples that the run had trained on.
 
     ``rank``: the lowest of the workers that it is of, if ``is_end``; before the end, the saver's.
+    ``num_workers``: how many these are; 0 before the end.
     """
 
     run_id: str
     samples: int
     rank: int
     is_end: bool
+    num_workers: int = 0
 
 
 def write_average(path: str | os.PathLike[str], state: dict[str, Any], average: Average) -> Path:
     """Write a copied state in the format of the path's ending; return the path of the file.
 
-    If two parts of a run ended apart, the average of the greater part stays: where there is another
-    end of this run, of as many samples or more, this one is written beside it.
+    If two parts of a run ended apart, the average of more workers stays, or of as many the one of
+    more samples; the other one is written beside it. A worker that trains on after the others have
+    ended has always more samples.
 
     Raises:
         ValueError: safetensors cannot hold something in it.
@@ -325,7 +328,8 @@ def write_average(path: str | os.PathLike[str], state: dict[str, Any], average: 
     if (
         other is not None
         and (other.run_id, other.is_end) == (average.run_id, True)
-        and (other.rank != average.rank and other.samples >= average.samples)
+        and other.rank != average.rank
+        and (other.num_workers, other.samples) >= (average.num_workers, average.samples)
     ):
         beside = path.with_name(f"{path.stem}-of-worker-{average.rank}{path.suffix}")
         logger.warning(

@@ -19,7 +19,7 @@ from torch import nn
 import gossipdp
 from gossipdp.dynamics.phase import Phase
 from gossipdp.errors import SupersededError
-from gossipdp.gossip.joining import RunEndingError, ask_members
+from gossipdp.gossip.joining import RunEndingError, ask_members, has_ended
 from gossipdp.gossip.loop import GossipLoop
 from gossipdp.gossip.thread import Background, GossipThread, one_blas_thread
 from gossipdp.graph.constants import Constants, LiveGraph
@@ -402,6 +402,8 @@ class Entry:
             run, others = (environment.run_id, secret), answer.members
             self._start_thread(listener, host, run, others, answer.progress, is_joining=True)
         training = take_state(self._thread, self._loop, self._state, self._network, is_start=False)
+        if has_ended(self._call(self._protocol.membership.members), rank):
+            raise RunEndingError("the run has ended while this worker took its state")
         training_state.restore(training, self.optimizers)
         known = self._call(self._protocol.progress.by_rank)
         samples, steps = known.get(rank, (0, 0))

@@ -439,9 +439,10 @@ class GossipDataParallel(nn.Module):
         within :meth:`averaged`, the module holds the average and is saved as it is. With shards all
         processes of the replica call it, and the first gathers the whole model and writes it.
 
-        The file says of which run it is, and how many samples that had trained on. If the other
-        side of a cut network has ended and saved there, after as many samples or more, its model
-        stays: this one goes beside it, into ``NAME-of-worker-RANK``, with a warning.
+        The file says of which run it is, of how many workers, and how many samples the run had
+        trained on. If others of the run have ended apart and saved there, an average of more
+        workers, or of as many and more samples, their model stays: this one goes beside it, into
+        ``NAME-of-worker-RANK``, with a warning.
 
         Raises:
             ValueError: another name, or a state that the format cannot hold.
@@ -457,7 +458,9 @@ class GossipDataParallel(nn.Module):
             worker, end = self._worker, self._consolidated
             samples = worker.total_samples() if end is None else end.samples
             rank = self.rank if worker.lead is None else worker.lead
-            write_average(path, state, Average(worker.run_id, samples, rank, end is not None))
+            num_workers = 0 if end is None else end.world_size
+            average = Average(worker.run_id, samples, rank, end is not None, num_workers)
+            write_average(path, state, average)
         self._worker.average_saved_at_step = self._worker.step_number
 
     def state_dict(  # type: ignore[override]

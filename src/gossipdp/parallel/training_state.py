@@ -288,7 +288,9 @@ def take_state(
                 is_turned_away = isinstance(error, TurnedAwayError)
                 has_none_yet = isinstance(error, NoStateYetError)
             if is_start and has_none_yet:
-                break  # it will have one soon: ask it again
+                # It waits for its own parent, and ends if nothing comes to it: ask it again.
+                deadline_s, patience_s = time.monotonic() + limit_s, network.timeout_s
+                break
             if is_start and is_turned_away:
                 raise RendezvousError(f"worker {rank} cannot start: {reason}")
             logger.warning("worker %d asks another: %s", rank, reason)

@@ -185,6 +185,7 @@ class Consolidation:
         self._squared_distance = 0.0  # of this worker's input to them
         self._held: Average | None = None
         self._committed: Epoch | None = None
+        self._holders: set[int] = set()  # of the result, over all epochs that committed it
         self._pulled: dict[int, _Pull] = {}
         self._acknowledged: dict[Epoch, BeginEpoch] = {}
         self._vain_ticks = 0  # since anything landed here
@@ -201,10 +202,10 @@ class Consolidation:
         return dict(sorted((told | own).items()))
 
     @property
-    def leader(self) -> int:
-        """Return the rank that leads the epoch under way: the lowest of its members."""
-        assert self._attempt is not None
-        return self._attempt.epoch.leader
+    def lead(self) -> int:
+        """Return the lowest rank of those that hold the result and were not lost since."""
+        held = (rank for rank in self._holders if not self.participants.is_lost(rank))
+        return min(held, default=self.rank)
 
     @property
     def has_begun(self) -> bool:
@@ -503,6 +504,7 @@ class Consolidation:
         self._num_results = 0
         self._squared_distance = 0.0
         self._held = None
+        self._holders.clear()
         self._pulled.clear()
 
     # --- asking, and asking again ----------------------------------------------------------
@@ -675,6 +677,7 @@ class Consolidation:
         if held is None or attempt.is_committed:
             return
         attempt.is_committed = True
+        self._holders.update(attempt.sum.parents)
         self._held = msgspec.structs.replace(held, consensus_distance=consensus_distance)
         if self._committed != held.origin:
             self._committed = held.origin

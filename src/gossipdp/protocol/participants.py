@@ -72,6 +72,12 @@ class Participants:
         member = self._view.get(rank)
         return member is not None and (rank, member.process_id) in self.left_out
 
+    def is_lost(self, rank: int) -> bool:
+        """Return whether the process that has this rank now is dead, or left out."""
+        member = self._view.get(rank)
+        is_dead = member is not None and member.status is Status.DEAD
+        return is_dead or self.is_left_out(rank)
+
     def leave_out(self, rank: int, reason: str) -> None:
         if rank in self._view and rank != self.rank:
             self.left_out[rank, self._view[rank].process_id] = reason

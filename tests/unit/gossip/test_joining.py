@@ -7,9 +7,9 @@ import pytest
 
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.gossip import joining
-from gossipdp.gossip.joining import MAX_ROUNDS_REFUSED, PAUSE_S, ask_members
+from gossipdp.gossip.joining import MAX_ROUNDS_REFUSED, PAUSE_S, ask_members, has_ended
 from gossipdp.links.handshake import FIRST_VISITOR_RANK, Identity, Refusal
-from gossipdp.protocol.members import Member
+from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.messages import AskMembers, Envelope, Members, decode, encode
 
 ADDRESSES = [("127.0.0.1", 4000), ("127.0.0.1", 4001)]
@@ -118,3 +118,17 @@ def test_without_an_answer_it_ends_in_time(monkeypatch, answer):
     with pytest.raises(RendezvousError, match=r"was silent for 60 s; the run has"):
         network.ask()
     assert network.now_s >= BEGINS_S + TIMEOUT_S
+
+
+@pytest.mark.parametrize(
+    ("statuses", "is_over"),
+    [
+        ((Status.ALIVE, Status.DONE), False),
+        ((Status.DONE, Status.LEFT), True),
+        ((Status.LEFT, Status.DEAD), True),
+        ((Status.DEAD, Status.DEAD), False),  # a joiner may have all that it needs to go on
+    ],
+)
+def test_a_run_has_ended_if_the_others_train_no_more(statuses, is_over):
+    others = [Member(rank, 0, 7, status) for rank, status in enumerate(statuses)]
+    assert has_ended([*others, Member(5, 0, 7, Status.JOINING)], 5) == is_over

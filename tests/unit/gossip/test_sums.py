@@ -48,7 +48,7 @@ class Member:
         self.reduction: Reduction | None = None
         self.begin(EPOCH)
         self.consolidation = SimpleNamespace(
-            leader=EPOCH.leader,
+            lead=EPOCH.leader,
             accepts_result=lambda peer, origin, index: (peer, origin) == (0, EPOCH),
             left_out={},
             origin=EPOCH,

@@ -78,8 +78,11 @@ def assert_same(loaded: dict[str, Any], net: nn.Module) -> None:
 def test_the_average_of_more_samples_of_one_run_stays(tmp_path, caplog, name):
     """Of two sides of a cut network that both ended, whichever saves first."""
 
-    def save(rank: int, samples: int, value: float, run_id: str = "a", is_end: bool = True) -> Path:
-        average = Average(run_id, samples, rank, is_end)
+    def save(
+        rank: int, samples: int, value: float, run_id: str = "a", is_end: bool = True,
+        num_workers: int = 1,
+    ) -> Path:  # fmt: skip
+        average = Average(run_id, samples, rank, is_end, num_workers)
         return write_average(tmp_path / name, {"x": torch.full((3,), value)}, average)
 
     def held(path: Path) -> float:
@@ -102,6 +105,10 @@ def test_the_average_of_more_samples_of_one_run_stays(tmp_path, caplog, name):
     assert held(save(1, samples=60, value=8.0)) == 8.0, "its own"
     assert save(0, samples=1, value=9.0, run_id="b") == path
     assert held(path) == 9.0
+    assert save(1, samples=1, value=10.0, run_id="b", num_workers=2) == path
+    beside = save(2, samples=5, value=11.0, run_id="b")
+    assert beside.name == f"model-of-worker-2{path.suffix}", "it trained on after the others' end"
+    assert held(path) == 10.0
 
 
 def test_what_cannot_be_written_is_one_clear_error_and_no_file(make, tmp_path, monkeypatch):

@@ -148,6 +148,15 @@ def test_at_the_start_a_worker_waits_for_its_parent_and_passes_over_a_silent_one
     assert peers.asked == [6, 6, 2, 6, 2, 6, 2]
 
 
+def test_at_the_start_a_worker_waits_for_a_parent_that_waits_itself_however_long(peers, now):
+    """A large model on a slow link comes down the tree one worker after another."""
+    peers.protocol.rank = 3
+    peers.states = {0: [None], 1: [NoStateYetError("1 has none")] * 150 + [None]}
+    assert take(peers, is_start=True) is None
+    assert now[0] > 5.0
+    assert set(peers.asked) == {1}
+
+
 def test_a_bad_state_of_its_parent_ends_the_start_at_once(peers, now):
     peers.states = {0: [TurnedAwayError("its parameters hold NaN")], 1: [None]}
     with pytest.raises(RendezvousError, match="worker 2 cannot start: its parameters hold NaN"):
