@@ -102,7 +102,8 @@ def work(folder: Path, base: Path) -> None:
     step_s = STEP_S * SLOWNESS[rank] * plan.batch_size / BATCH
     compute = TimedCompute([*net.blocks, net], lambda: step_s)
     row = job.name.make(net, plan)
-    generator = torch.Generator().manual_seed(zlib.crc32(b"%d %d %d" % (job.seed, os.getpid(), rank)))
+    numbers = b"%d %d %d" % (job.seed, os.getpid(), rank)
+    generator = torch.Generator().manual_seed(zlib.crc32(numbers))
     with (folder / f"steps-{rank}").open("a", buffering=1) as steps:
 
         def note(loss: float) -> None:

@@ -102,7 +102,8 @@ def tuned() -> str:
     for row in stored("race")[CALM]:
         choice, is_torchft = choices[row], KINDS[RowName.parse(row).kind].needs is TORCHFT
         outer = "" if choice.outer is None else "{:g}, {:g}".format(*choice.outer)
-        waits = (f"{choice.heartbeat_ms / 1e3:g}", f"{choice.timeout_s}", f"{choice.join_ms / 1e3:g}")
+        beat, join = f"{choice.heartbeat_ms / 1e3:g}", f"{choice.join_ms / 1e3:g}"
+        waits = (beat, f"{choice.timeout_s}", join)
         lines.append(
             (
                 short(row),

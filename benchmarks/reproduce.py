@@ -51,7 +51,10 @@ ELSEWHERE = [
         "**holds** with real processes, at step boundaries; [what the others do while one "
         "worker stands still](faults.md)",
     ),
-    ("up to 64 workers", "**holds** for 64 simulated ones; of processes 64 ran 16 steps, and 16 were trained"),
+    (
+        "up to 64 workers",
+        "**holds** for 64 simulated ones; of processes 64 ran 16 steps, and 16 were trained",
+    ),
     (
         "ResNet-18 on CIFAR-10, ResNet-50 on ImageNet, 64 A100s, 300 and 90 epochs",
         "**not tried**: the [recipes](recipes.md) are there; no figure of the paper's own tables "

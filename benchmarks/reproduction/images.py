@@ -125,8 +125,8 @@ def claims(runs: Runs) -> list[tuple[str, str]]:
         ),
         (
             "table 2: less time to train than AR-SGD, on 4 to 64 workers",
-            f"{parts.verdict(max(found) < 1, parts.HOLDS)} by the simulator's clock: {shares[0]} of "
-            f"its time, with a straggler {shares[1]}",
+            f"{parts.verdict(max(found) < 1, parts.HOLDS)} by the simulator's clock: {shares[0]} "
+            f"of its time, with a straggler {shares[1]}",
         ),
         (
             "table 3: the slowest and the fastest of 64 take nearly as many steps",

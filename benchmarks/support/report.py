@@ -239,7 +239,7 @@ def run_script(main: Callable[[], None]) -> None:
 
 
 def results_folder(quick: bool) -> Path:
-    """Return the folder of results: quick ones never join the committed ones, nor `make bench`'s."""
+    """Return the folder of results: quick ones and `make bench`'s never join the committed ones."""
     return QUICK_RESULTS if quick else Path(os.environ.get("BENCHMARK_RESULTS") or RESULTS)
 
 

@@ -40,7 +40,10 @@ def test_a_table_is_written_again_and_nothing_else():
 
 
 def test_an_empty_table_is_written_and_what_follows_it_stays():
-    page = "<!-- race: race calm -->\n\n<!-- end -->\n\n## Then\n\n<!-- race: tuned -->\n\n<!-- end -->\n"
+    page = (
+        "<!-- race: race calm -->\n\n<!-- end -->\n\n## Then\n\n"
+        "<!-- race: tuned -->\n\n<!-- end -->\n"
+    )
     again = rewritten(page)
     assert again.count("\n\n<!-- end -->\n") == 2
     assert "## Then" in again

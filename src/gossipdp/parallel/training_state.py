@@ -288,8 +288,10 @@ def take_state(
                 is_turned_away = isinstance(error, TurnedAwayError)
                 has_none_yet = isinstance(error, NoStateYetError)
             if is_start and has_none_yet:
-                # It waits for its own parent, and ends if nothing comes to it: ask it again.
-                deadline_s, patience_s = time.monotonic() + limit_s, network.timeout_s
+                # It waits for its own parent, and ends if nothing comes to it: ask it again. One
+                # that is no ancestor may wait for this worker.
+                if donor in ancestors:
+                    deadline_s, patience_s = time.monotonic() + limit_s, network.timeout_s
                 break
             if is_start and is_turned_away:
                 raise RendezvousError(f"worker {rank} cannot start: {reason}")

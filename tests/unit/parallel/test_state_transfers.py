@@ -157,6 +157,14 @@ def test_at_the_start_a_worker_waits_for_a_parent_that_waits_itself_however_long
     assert set(peers.asked) == {1}
 
 
+def test_without_an_ancestor_workers_do_not_wait_for_one_another_for_ever(peers, now):
+    peers.protocol.rank = 1
+    peers.states = {rank: [NoStateYetError(f"{rank} has none")] for rank in (2, 3)}
+    with pytest.raises(RendezvousError, match="2 has none"):
+        take(peers, is_start=True)
+    assert 5.0 <= now[0] < 6.0
+
+
 def test_a_bad_state_of_its_parent_ends_the_start_at_once(peers, now):
     peers.states = {0: [TurnedAwayError("its parameters hold NaN")], 1: [None]}
     with pytest.raises(RendezvousError, match="worker 2 cannot start: its parameters hold NaN"):
