@@ -432,7 +432,7 @@ class MomentChunk(Chunk):
         self._gives = mass != 0.0
         if self._gives:
             torch.add(self.pending, self.x, alpha=self.weight / mass, out=out)
-            total = out.sum(dtype=torch.float32)
+            total = float(out.sum(dtype=torch.float32))
             is_finite = update.is_finite(out, total)
             self._moment.is_unsound |= not is_finite
             self._gives = is_finite and _has_any(out, total)
@@ -445,7 +445,7 @@ class MomentChunk(Chunk):
     ) -> float:
         """Average, and return 0: the distance is not worth its passes."""
         theirs = update.scratch(self.pending).copy_(peers)
-        total = theirs.sum(dtype=torch.float32)
+        total = float(theirs.sum(dtype=torch.float32))
         if not update.is_finite(theirs, total):
             return math.inf
         if self._gives and _has_any(theirs, total):
@@ -458,6 +458,6 @@ class MomentChunk(Chunk):
         super()._reset()
 
 
-def _has_any(values: Tensor, total: Tensor) -> bool:
+def _has_any(values: Tensor, total: float) -> bool:
     """Return whether a value is not zero; their sum is 20 times as fast as a look at each."""
-    return bool(total) or bool(values.any())
+    return total != 0.0 or bool(values.any())

@@ -229,7 +229,7 @@ def difference(out: Tensor, mine: Tensor, peers: Tensor) -> float:
     return float(torch.dot(out, out))
 
 
-def is_finite(values: Tensor, total: Tensor | None = None) -> bool:
+def is_finite(values: Tensor, total: Tensor | float | None = None) -> bool:
     """Return True if no value is NaN or infinite: one sum, and a closer look if it overflows."""
     total = values.sum(dtype=torch.float32) if total is None else total
     return math.isfinite(float(total)) or bool(torch.isfinite(values).all())

@@ -388,7 +388,7 @@ def test_silence_ends_a_fetch_and_each_chunk_defers_that(ends):
 
 
 def test_a_process_that_holds_no_value_has_its_state_at_once(ends):
-    giver, taker = ends
+    _, taker = ends
     taker.transfers._chunks = ()
     taker.fetch(0)
     assert taker.ended == [None]

@@ -189,7 +189,7 @@ def test_a_worker_that_is_started_again_cannot_join_the_second_model_of_its_scri
     meet([environment(0, 1, **MINE)], store, number=1)
     own = environment(0, 1, join=(("127.0.0.1", 1),), **MINE)
     again = Rendezvous(own, store, timeout_s=60, number=1)
-    with pytest.raises(RefusedError, match="worker 0 was started again, .* model number 2"):
+    with pytest.raises(RefusedError, match=r"worker 0 was started again, .* model number 2"):
         again.meet(("127.0.0.1", 1), SETTINGS)
 
 

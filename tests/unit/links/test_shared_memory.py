@@ -259,7 +259,7 @@ def test_a_system_without_sealed_memory_sends_bytes_and_says_so(world, monkeypat
 
 
 def test_a_cpython_that_was_built_beside_an_old_c_library_shares_memory_too():
-    """uv's and conda's have no names for calls that the system has."""
+    """Those of uv and conda have no names for calls that the system has."""
     code = """
         import fcntl, os, socket
         named = {

@@ -79,9 +79,14 @@ def test_the_average_of_more_samples_of_one_run_stays(tmp_path, caplog, name):
     """Of two sides of a cut network that both ended, whichever saves first."""
 
     def save(
-        rank: int, samples: int, value: float, run_id: str = "a", is_end: bool = True,
+        rank: int,
+        samples: int,
+        value: float,
+        *,
+        run_id: str = "a",
+        is_end: bool = True,
         num_workers: int = 1,
-    ) -> Path:  # fmt: skip
+    ) -> Path:
         average = Average(run_id, samples, rank, is_end, num_workers)
         return write_average(tmp_path / name, {"x": torch.full((3,), value)}, average)
 

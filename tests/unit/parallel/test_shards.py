@@ -94,7 +94,7 @@ def test_forward_passes_after_the_end_are_of_the_average(alone, wrap):
 
 
 def test_roles_by_size_are_alike_in_all_processes_of_a_replica(four):
-    """This one has 18 of the 54 values of the frozen layer, and all of the trained one."""
+    """Rank 0 has 18 of the 54 values of the frozen layer, and all of the trained one."""
     net = nn.Sequential(nn.Linear(8, 6).requires_grad_(False), nn.Linear(9, 1))
     fully_shard(net)
     views = views_of(net, [torch.optim.SGD(net[1].parameters(), 0.1)])
