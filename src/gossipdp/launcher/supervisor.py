@@ -135,7 +135,7 @@ class Supervisor:
         self._checkpoints: dict[str, bool] = {}  # whether all would go on from there, by directory
         self._due: dict[SupervisedWorker, tuple[float, Failure]] = {}  # when the next life starts
         self._starts_over = False
-        self._looked_at_s = -math.inf
+        self._looked_at_s = -math.inf  # when the due lives were last considered
         self._caught: list[int] = []  # signals, of which so many are heeded
         self._num_heeded = 0
         self._grace_s = grace_s()
