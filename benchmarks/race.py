@@ -51,6 +51,8 @@ CHECKPOINT_STEPS = 25
 """Steps from one checkpoint to the next, in the rows that take them."""
 FULL_STEP_S = 0.1
 """About what a step without waits takes; torchft's replicas wait for one another by it."""
+LONG_STEPS = 3_500
+"""From so many steps on, twice those of the series, rates are tuned again: the best one falls."""
 
 
 class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -154,8 +156,16 @@ class Race:
     @cached_property
     def choices(self) -> dict[str, Choice]:
         """Return the rows' own settings, by row."""
-        known = read_choices()[self.without_waits]
-        return {row: known.get(row, Choice()) for row in self.names}
+        known = read_choices()
+        others, own = known["timed"], known[self.kind]
+        return {row: own.get(row, others.get(row, Choice())) for row in self.names}
+
+    @property
+    def kind(self) -> str:
+        """Return for which runs the rows are tuned: timed, long ones of these, or without waits."""
+        if self.without_waits:
+            return "without waits"
+        return "long" if self.seconds * 1e3 / self.step_ms >= LONG_STEPS else "timed"
 
     def settings(self, row: str, condition: str, seed: int) -> RaceSettings:
         """Return the settings of a run, without the options that its row does not have."""
@@ -188,11 +198,9 @@ class Race:
         )
 
 
-def read_choices() -> tuple[dict[str, Choice], dict[str, Choice]]:
-    """Return the rows' own settings, by row: of timed steps, and of those without waits."""
-    return msgspec.json.decode(
-        CHOICES.read_bytes(), type=tuple[dict[str, Choice], dict[str, Choice]]
-    )
+def read_choices() -> dict[str, dict[str, Choice]]:
+    """Return the rows' own settings, by kind of run and row."""
+    return msgspec.json.decode(CHOICES.read_bytes(), type=dict[str, dict[str, Choice]])
 
 
 @cache
@@ -336,7 +344,7 @@ def tune(benchmark: Race, runs: Runs) -> None:
             shown = ", ".join(f"{value}: {score:.3f}" for value, score in scores.items())
             print(f"{row}, {setting}: {shown}", flush=True)
         kept = read_choices()
-        kept[benchmark.without_waits][row] = benchmark.choices[row]
+        kept[benchmark.kind][row] = benchmark.choices[row]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n")
 
@@ -410,6 +418,9 @@ def write(benchmark: Race, runs: Runs, found: Found, report: Report) -> None:
             f"{benchmark.workers} workers, {benchmark.seconds:g} s (kills120: at least 300), "
             f"{benchmark.rounds} rounds. Source of the runs: {', '.join(sorted(runs.commits))}."
         )
+        tuned = read_choices()[benchmark.kind]
+        if untuned := [row for row in benchmark.names if row not in tuned]:
+            settings += f" Not tuned for such runs: {', '.join(untuned)}."
         report.notes += [*notes(found), settings]
         draw(results_folder(benchmark.quick) / f"{report.name}.png", found)
     report.write(as_json(found))

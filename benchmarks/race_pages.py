@@ -97,7 +97,7 @@ def rest(key: str) -> str:
 
 def tuned() -> str:
     """Return the table of the rows' own settings: a line a row of the race."""
-    choices = read_choices()[False]
+    choices = read_choices()["timed"]
     lines = []
     for row in stored("race")[CALM]:
         choice, is_torchft = choices[row], KINDS[RowName.parse(row).kind].needs is TORCHFT

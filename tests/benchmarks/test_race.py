@@ -65,8 +65,8 @@ def replace_settings(**changes: object) -> RaceSettings:
 @pytest.fixture(autouse=True)
 def nothing_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Let the rows have the settings that they begin with, and keep others elsewhere."""
-    assert "gossipdp" in race_script.read_choices()[0]  # what was tuned can be read
-    (tmp_path / "race_choices.json").write_text("[{}, {}]")
+    assert "gossipdp" in race_script.read_choices()["timed"]  # what was tuned can be read
+    (tmp_path / "race_choices.json").write_text('{"timed": {}, "long": {}, "without waits": {}}')
     monkeypatch.setattr(race_script, "CHOICES", tmp_path / "race_choices.json")
     monkeypatch.setattr(race_script, "results_folder", lambda quick: tmp_path)
 
