@@ -57,24 +57,11 @@ def _fuzz(name: str, seconds: int) -> bool:
     for seed in SEEDS[name]():
         (corpus / hashlib.sha1(seed).hexdigest()).write_bytes(seed)
     before = set(failures.iterdir())
-    done = subprocess.run(
-        [
-            sys.executable,
-            __file__,
-            "--inside",
-            name,
-            f"-max_total_time={seconds}",
-            f"-max_len={MAX_INPUT_BYTES}",
-            f"-timeout={INPUT_TIMEOUT_S}",
-            "-rss_limit_mb=4096",
-            "-print_final_stats=1",
-            f"-artifact_prefix={failures}/{name}-",
-            str(corpus),
-        ],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    limits = [f"-max_total_time={seconds}", f"-max_len={MAX_INPUT_BYTES}"]
+    limits += [f"-timeout={INPUT_TIMEOUT_S}", "-rss_limit_mb=4096", "-print_final_stats=1"]
+    where = [f"-artifact_prefix={failures}/{name}-", str(corpus)]
+    command = [sys.executable, __file__, "--inside", name, *limits, *where]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     stats = dict(
         line.removeprefix("stat::").split(":", 1)
         for line in done.stderr.splitlines()

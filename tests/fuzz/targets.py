@@ -235,8 +235,8 @@ def control_message_seeds() -> list[bytes]:
         say.Stalled(epoch, 2, True, "nothing of it came"),
         say.AskLife(2, 1),
         say.TellLife(2, 1, True),
-        say.AskMembers(1),
-        say.Members(1, 4, False, *_news()),
+        say.AskMembers(),
+        say.Members(4, False, *_news()),
         say.BeginEpoch(epoch, ((0, 100), (1, 101), (2, 102)), None),
         say.BeginEpoch(epoch, ((0, 100), (2, 102)), average),
         say.NewerEpoch(epoch),
@@ -296,7 +296,7 @@ def protocol_worker(data: bytes) -> None:
             continue
         _say(worker.receive(peer, envelope, now))
         _say(worker.poll(now))
-        worker.next_deadline(now)
+        worker.next_deadline()
 
 
 def _say(actions: Sequence[Action]) -> None:

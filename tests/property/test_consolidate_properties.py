@@ -30,7 +30,6 @@ from gossipdp_lab.simulate.network import Conditions, make_workers
 LATEST_END_S = 120.0
 MOST_INPUTS = 1000
 """Bound of one consolidation of four workers; it has a few dozen."""
-OF_THE_END = ConsolidationMessage | ReductionMessage
 
 Process = tuple[int, int]
 """Rank and process id."""
@@ -268,7 +267,7 @@ def result_of(outcome: Outcome) -> tuple[float | int, ...]:
 
 def is_of_the_end(action: Action) -> bool:
     if isinstance(action, Send):
-        return isinstance(action.message.message, OF_THE_END)
+        return isinstance(action.message.message, ConsolidationMessage | ReductionMessage)
     return isinstance(action, SendPartial | SendResult | FinishChunk | Commit)
 
 

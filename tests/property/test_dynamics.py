@@ -25,16 +25,13 @@ PRECISIONS = [(F32, F32), (F32, BF16), (BF16, BF16)]
 
 # (kind, worker, peer, amount): amount is a flow's duration or a seed.
 def scripts(*kinds: str) -> st.SearchStrategy[list[tuple[str, int, int, float]]]:
-    return st.lists(
-        st.tuples(
-            st.sampled_from(["flow", "step", "exchange", "boundary", "restore", *kinds]),
-            st.integers(0, NUM_WORKERS - 1),
-            st.integers(1, NUM_WORKERS - 1),
-            st.floats(0.0, 3.0, allow_subnormal=False),
-        ),
-        min_size=20 if kinds else 0,
-        max_size=40,
+    event = st.tuples(
+        st.sampled_from(["flow", "step", "exchange", "boundary", "restore", *kinds]),
+        st.integers(0, NUM_WORKERS - 1),
+        st.integers(1, NUM_WORKERS - 1),
+        st.floats(0.0, 3.0, allow_subnormal=False),
     )
+    return st.lists(event, min_size=20 if kinds else 0, max_size=40)
 
 
 events = scripts()
@@ -49,8 +46,6 @@ def start_values(seed: int = 0) -> list[Tensor]:
 
 
 class FastWorker:
-    """One worker's State, driven as the runtime drives it."""
-
     def __init__(self, values: Tensor, dtype: torch.dtype, wire: torch.dtype) -> None:
         self.segment = Segment(values.to(dtype), Role.TRAINED, chunk_bytes=CHUNK_BYTES)
         self.state = State([self.segment])
@@ -229,15 +224,12 @@ def test_the_mean_of_z_moves_only_by_gradient_steps(dtype, wire, script):
 
 
 ends = st.sampled_from([0, 1])
-moment_events = st.lists(
-    st.one_of(
-        st.tuples(st.just("step"), ends, st.floats(2.0**-40, 2.0**40, width=32)),
-        st.tuples(st.just("pause"), ends, st.integers(1, 300)),
-        st.tuples(st.sampled_from(["boundary", "snapshot", "exchange", "meet"]), ends, st.none()),
-    ),
-    min_size=20,  # all is looked at after each
-    max_size=60,
+moment_event = st.one_of(
+    st.tuples(st.just("step"), ends, st.floats(2.0**-40, 2.0**40, width=32)),
+    st.tuples(st.just("pause"), ends, st.integers(1, 300)),
+    st.tuples(st.sampled_from(["boundary", "snapshot", "exchange", "meet"]), ends, st.none()),
 )
+moment_events = st.lists(moment_event, min_size=20, max_size=60)  # all is looked at after each
 
 
 @settings(max_examples=80)

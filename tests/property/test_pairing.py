@@ -21,15 +21,7 @@ from gossipdp.protocol import messages as say
 from gossipdp.protocol import peers
 from gossipdp.protocol.actions import Begin, Send
 from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
-from gossipdp.protocol.pairing import (
-    MAX_BACKLOG,
-    Exchanging,
-    Idle,
-    MomentsDue,
-    Pairing,
-    PairingAction,
-    Proposing,
-)
+from gossipdp.protocol.pairing import MAX_BACKLOG, Exchanging, Idle, MomentsDue, Pairing, Proposing
 from gossipdp.protocol.step_clock import StepClock
 from gossipdp_lab.simulate.network import Conditions, make_workers
 
@@ -42,8 +34,6 @@ ANSWER = say.Accept | say.Busy
 
 @dataclass(frozen=True)
 class Scenario:
-    """A network and what befalls it."""
-
     graph: nx.Graph
     policy_type: type[NeighbourPolicy]
     comm_rate: float
@@ -209,11 +199,6 @@ class Links:
                 self._deliver(self._random.choice(waiting))
             case "finish" if ready:
                 self._finish(self._random.choice(ready))
-            case "fail" if ready:
-                end = self._random.choice(ready)
-                (peer,) = self._begun[id := self._open.pop(end)].keys() - {end}
-                self._break(frozenset((end, peer)), {peer})
-                self._do(end, self.pairings[end].failed(id))
             case "abort":
                 self._do(rank, pairing.abort("it is poisoned"))
             case "stop" if self._random.random() < 0.1:
@@ -325,7 +310,7 @@ class Links:
             self._queues[ends].clear()
         self._cut[edge] = unheard
 
-    def _do(self, rank: int, actions: Iterable[PairingAction]) -> None:
+    def _do(self, rank: int, actions: Iterable[Any]) -> None:
         for action in actions:
             match action:
                 case Send(peer=peer, message=message):
@@ -354,7 +339,7 @@ def test_after_every_event_each_wait_has_something_that_ends_it(graph, seed, is_
     """Each proposal has an answer on its way, each FREE too, and no waiter is forgotten."""
     links = Links(graph, Random(seed))
     usual = "tick deliver deliver deliver finish finish close open gain"
-    unusual = "late cut fail abort stop hear hear link link"
+    unusual = "late cut abort stop hear hear link link"
     for _ in range(400):
         links.happen(usual if is_calm else f"{usual} {unusual}")
     links.settle()

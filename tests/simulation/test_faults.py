@@ -53,13 +53,6 @@ def test_the_same_seed_gives_the_same_trace():
     assert other.digest != first.digest
 
 
-def test_without_faults_all_exchange_and_consolidate():
-    outcome = expect_whole(FaultSchedule(seed=1))
-    assert outcome.num_torn == outcome.num_taken_over == 0
-    assert outcome.num_consolidated == 8
-    assert outcome.num_exchanges > 60
-
-
 def test_a_restarted_worker_and_a_joiner_take_parameters_and_consolidate():
     what = (faults.Crash(1.0, 0), faults.Restart(1.5, 0, asked=3), faults.Join(2.0, asked=0))
     outcome = expect_whole(FaultSchedule(seed=1, faults=what))
@@ -115,12 +108,9 @@ class Unanswered(FaultyNetwork):
 
 def test_who_answers_no_proposal_is_waited_for_no_longer_than_the_time_out():
     constants = Constants.of(build_graph("ring", 5))
-    network = Unanswered(
-        make_workers(constants, seed=0, timeout_s=1.0),
-        constants.edges,
-        Conditions(lambda *_: 0.001, lambda *_: 0.01, lambda rank: 0.2),
-        keeps_exchanges=True,
-    )
+    conditions = Conditions(lambda *_: 0.001, lambda *_: 0.01, lambda rank: 0.2)
+    workers = make_workers(constants, seed=0, timeout_s=1.0)
+    network = Unanswered(workers, constants.edges, conditions, keeps_exchanges=True)
     network.engine.run(until=30.0)
     for rank in (1, 2, 3, 4):
         ended_s = [

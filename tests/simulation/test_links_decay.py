@@ -8,16 +8,10 @@ import pytest
 import torch
 from policies import NEIGHBOUR_POLICIES
 
-from gossipdp_lab.simulate import Quadratic, simulate
+from gossipdp_lab.simulate import ConstantTime, Link, LinkModel, LognormalTime, Scenario, SlowedTime
 from gossipdp_lab.simulate.links import run_links
-from gossipdp_lab.simulate.scenario import (
-    ConstantTime,
-    Link,
-    LinkModel,
-    LognormalTime,
-    Scenario,
-    SlowedTime,
-)
+from gossipdp_lab.simulate.objectives import Quadratic
+from gossipdp_lab.simulate.study import simulate
 from gossipdp_lab.simulate.trace import Trace, lowest_share
 
 STEP_S = 0.1

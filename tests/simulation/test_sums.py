@@ -22,7 +22,6 @@ from gossipdp_lab.simulate.population import Population
 
 TIMEOUT_S = 1.0
 LONGEST_END_S = 12 * TIMEOUT_S
-NUM_CHUNKS = 9
 OF_SUMS = say.ConsolidationMessage | say.ReductionMessage | say.AverageMessage
 
 
@@ -37,7 +36,7 @@ class Sums(FaultyNetwork):
         num_workers: int,
         graph: str = "exponential",
         seed: int = 0,
-        num_chunks: int = NUM_CHUNKS,
+        num_chunks: int = 9,
         chunk_s: Callable[[int], float] | None = None,
     ) -> None:
         constants = Constants.of(build_graph(graph, num_workers))
@@ -52,13 +51,9 @@ class Sums(FaultyNetwork):
         self.mute_after = 0
         self.num_chunks_sent = 0
         self.lost = self.num_said = 0
-        super().__init__(
-            make_workers(constants, seed=seed, timeout_s=TIMEOUT_S, num_chunks=num_chunks),
-            constants.edges,
-            Conditions(lambda *_: 0.003, lambda *_: 0.01, lambda rank: 0.25),
-            averaged=self.rows,
-            chunk_s=chunk_s,
-        )
+        workers = make_workers(constants, seed=seed, timeout_s=TIMEOUT_S, num_chunks=num_chunks)
+        conditions = Conditions(lambda *_: 0.003, lambda *_: 0.01, lambda rank: 0.25)
+        super().__init__(workers, constants.edges, conditions, averaged=self.rows, chunk_s=chunk_s)
         self.engine.run(until=2.0)
 
     def carries(self, rank: int, peer: int, envelope: say.Envelope) -> say.Envelope | Loss:
@@ -104,15 +99,8 @@ class Sums(FaultyNetwork):
 @pytest.mark.parametrize(
     ("num_workers", "mute", "mute_after"),
     [
-        (4, {0}, 0),
-        (4, {1}, 0),
-        (4, {0}, 20),
-        (4, {1}, 20),
-        (4, {3}, 20),
-        (12, {0, 4, 11}, 0),
-        (12, {0, 4, 11}, 20),
-        (64, {63}, 0),
-        (64, {0, 5, 60}, 20),
+        *((4, {0}, 0), (4, {1}, 0), (4, {0}, 20), (4, {1}, 20), (4, {3}, 20)),
+        *((12, {0, 4, 11}, 0), (12, {0, 4, 11}, 20), (64, {63}, 0), (64, {0, 5, 60}, 20)),
     ],
     ids=str,
 )

@@ -7,17 +7,22 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
-from gossipdp import GossipDataParallel
 from gossipdp.parallel.checkpoint import saved_steps
 from gossipdp.parallel.checkpointer import Write
 
+ONES = torch.ones(1, 3)
 
-def step(model: GossipDataParallel, optimizer: torch.optim.Optimizer) -> None:
-    """Take a step of the model that the fixture ``linear`` makes."""
-    optimizer.zero_grad()
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
+
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor = ONES, *, times: int = 1
+) -> None:
+    """Take steps of the model that the fixture ``linear`` makes."""
+    for _ in range(times):
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        optimizer.step()
 
 
 def steps_saved(directory: Path) -> list[int]:

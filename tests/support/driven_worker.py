@@ -70,7 +70,7 @@ def run(worker: WorkerProtocol, start: float, end: float, talking: Sequence[int]
     """Poll at every deadline while some peers show life; return all actions."""
     actions: list[Action] = []
     now = start
-    while (now := max(now, worker.next_deadline(now))) <= end:
+    while (now := max(now, worker.next_deadline())) <= end:
         for peer in talking:
             actions += worker.heard(peer, now)
         actions += worker.poll(now)

@@ -9,7 +9,6 @@ CPU time that no other test shall wait for.
 import hashlib
 import json
 import sys
-import time
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
@@ -154,9 +153,7 @@ def main(results: Path) -> None:
     outcomes: dict[str, Any] = {}
 
     def run(name: str, function: Callable[..., Any], *args: Any) -> None:
-        started_s = time.monotonic()
         outcomes[name] = launch(function, 2, args, timeout_s=600)
-        print(f"{name}: {time.monotonic() - started_s:.1f} s", flush=True)
 
     for name, wrapper in WRAPPERS.items():
         run(name, run_example, name, wrapper)

@@ -4,6 +4,7 @@ Exchanges move values between workers, so what a worker brings is known only whi
 way: :func:`quietly` looks while exchanges are held back.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def quietly(model: GossipDataParallel, meet: Callable[[str], None], look: Callab
     meet("trained")  # until then the others may need this one's exchanges
 
     def has_made_all() -> bool:
-        pairing, is_due = protocol.pairing, protocol.clock.next_tick_at(loop.clock()) is not None
+        pairing, is_due = protocol.pairing, protocol.clock.next_tick_at < math.inf
         return isinstance(pairing.state, Idle) and not (
             pairing.available and (is_due or pairing.backlog)
         )

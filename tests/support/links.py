@@ -3,8 +3,10 @@
 import logging
 import os
 import socket
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -277,6 +279,22 @@ class LoneOwner(LinkOwner):
 
     def link_ended(self, link: TcpLink, reason: str, *, broken: bool) -> None:
         self.ended.append(reason)
+
+
+@contextmanager
+def listening(answer: Callable[[socket.socket], object]) -> Iterator[tuple[str, int]]:
+    """Accept one connection, in a thread that ends with ``answer``."""
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection, suppress(OSError):
+            answer(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listener.getsockname()[:2]
+        thread.join()
 
 
 def in_child(function: Callable[[], object]) -> str:

@@ -1,5 +1,3 @@
-"""A small module with every kind of tensor."""
-
 import torch
 from torch import nn
 

@@ -3,9 +3,11 @@
 import importlib.util
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
@@ -32,6 +34,13 @@ TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "TORCHELASTIC_RESTART_COUNT": "2",
 }
+
+
+def listens(address: tuple[str, int]) -> bool:
+    """Return whether a process takes connections at an address."""
+    with suppress(OSError), socket.create_connection(address, 1.0):
+        return True
+    return False
 
 
 def path_before(folder: Path) -> dict[str, str]:

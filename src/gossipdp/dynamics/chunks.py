@@ -138,7 +138,7 @@ class Chunk:
                 update.at_once(
                     *(self._additions(share) if is_due else ()),
                     partial(setattr, self, "has_pending", False),
-                    partial(setattr, self, *self._phase_at(theta)),
+                    partial(setattr, self, "theta", max(self.theta, theta)),
                 )
         finally:
             if True in taken:
@@ -157,7 +157,7 @@ class Chunk:
         with self.lock, self.order:
             share, _ = self._flow(theta)
             operations: list[Callable[[], object]] = [
-                partial(setattr, self, *self._phase_at(theta))
+                partial(setattr, self, "theta", max(self.theta, theta))
             ]
             if share != 0.0 and self.c is not None:
                 operations.append(partial(self.pending.add_, self.c, alpha=share))
@@ -284,13 +284,9 @@ class Chunk:
         left = math.exp(-2.0 * (theta - self.theta_c))
         return left if left >= LEAST_LEFT else 0.0
 
-    def _phase_at(self, theta: float) -> tuple[str, float]:
-        """Return the phase to set, and its value, once the chunk has flowed to ``theta``."""
-        return ("theta_c", -math.inf) if theta == math.inf else ("theta", max(self.theta, theta))
-
     def _exchanged(self, squared_norm: float, theta: float) -> None:
         if math.isfinite(squared_norm):
-            setattr(self, *self._phase_at(theta))
+            self.theta = max(self.theta, theta)
             self.has_pending = True
             if self.c is not None:
                 self.theta_c = self.theta

@@ -48,7 +48,7 @@ class _Visitor(LinkHandler):
         self.num_refused = 0  # of these: no process listens at the address
 
     def link_up(self, link: Link) -> None:
-        link.send_control(encode(Envelope(AskMembers(0))))
+        link.send_control(encode(Envelope(AskMembers())))
 
     def link_down(self, link: Link, reason: str) -> None:
         self.num_failed += 1

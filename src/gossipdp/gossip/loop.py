@@ -148,7 +148,7 @@ class GossipLoop(LinkHandler):
         self.transport.flush()  # a chunk that leaves may bring the next deadline nearer
         now = self.clock()
         due_s = min(
-            self.protocol.next_deadline(now),
+            self.protocol.next_deadline(),
             self._dialer.next_due_s(self.protocol.membership.addresses()),
             now + (0.0 if self._is_busy else longest_s),
             self._publish_due_s if self._is_snapshot_old else math.inf,
@@ -328,7 +328,7 @@ class GossipLoop(LinkHandler):
         elif refusal.field in REFUSALS_OF_THE_LIVING:
             self.perform(self.protocol.reached(peer, now))
         else:
-            self.perform(self.protocol.peer_unreachable(peer, now))
+            self.perform(self.protocol.dial_failed(peer, now, is_refused=False))
         # A peer linked to another process of this rank may yet learn which of the two stays.
         kind = PeerLostError if refusal.field in REFUSALS_OF_THE_LIVING else RefusedError
         self.transfers.gone(peer, kind(f"worker {peer} refused this worker: {refusal}"))
@@ -340,12 +340,12 @@ class GossipLoop(LinkHandler):
             return
         now = self.clock()
         self._dialer.failed(peer, now)
-        if not refused_connection:
-            self.perform(self.protocol.peer_unreachable(peer, now))
-            return
-        self._outbox.pop(peer, None)
-        self.perform(self.protocol.dial_refused(peer, now, address))
-        self.transfers.gone(peer, PeerLostError(f"worker {peer} is gone: its address refuses us"))
+        if refused_connection:
+            self._outbox.pop(peer, None)
+        self.perform(self.protocol.dial_failed(peer, now, address, is_refused=refused_connection))
+        if refused_connection:
+            gone = PeerLostError(f"worker {peer} is gone: its address refuses us")
+            self.transfers.gone(peer, gone)
 
     # Control messages.
 
@@ -471,9 +471,8 @@ class GossipLoop(LinkHandler):
                     " hold NaN or infinity; it has stopped exchanging, and nothing of it was sent"
                 )
             else:
-                self._stop_exchange()
-                exchange.link.close("its parameters hold NaN or infinity")
-                self.perform(self.protocol.failed(exchange.id, self.clock()))
+                reason = f"what worker {exchange.link.peer} sent holds NaN or infinity"
+                self.perform(self.protocol.abort(reason, self.clock()))
 
     def _finish(self, exchange: Exchange) -> None:
         now = self.clock()

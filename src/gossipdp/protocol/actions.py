@@ -32,7 +32,7 @@ class Send(Generic[Body]):
 
 @dataclass(frozen=True)
 class Begin:
-    """Start an exchange with ``peer``; end it with ``finished(id)`` or ``failed(id)``.
+    """Start an exchange with ``peer``; end it with ``finished(id)``.
 
     ``moments`` are the periods of the optimizer's moments that travel with the parameters.
     The end that was asked sends and applies nothing before the first chunk of ``id.initiator``
@@ -50,8 +50,8 @@ class Begin:
 class Stop:
     """Stop the exchange ``id`` with ``peer`` at once and close their link.
 
-    The state machine has forgotten the exchange already: neither ``finished`` nor ``failed`` is
-    expected. The link is closed because half a chunk may be on its way on it.
+    The state machine has forgotten the exchange already: no ``finished`` is expected. The link is
+    closed because half a chunk may be on its way on it.
     """
 
     peer: int
@@ -64,7 +64,7 @@ class Withdrawn:
     """Forget the exchange ``id`` with ``peer``, which this worker was to answer.
 
     The peer had withdrawn its proposal before ACCEPT reached it, so neither end has sent a chunk,
-    and the link stays. As after ``Stop``, neither ``finished`` nor ``failed`` is expected.
+    and the link stays. As after ``Stop``, no ``finished`` is expected.
     """
 
     peer: int
@@ -110,9 +110,8 @@ class Notice(msgspec.Struct, frozen=True):
 class Reach:
     """Dial ``peer`` at ``host:port`` at once, neighbour or not.
 
-    Answer with the outcome: ``link_up``, ``reached`` (it turned us away, so it lives),
-    ``dial_refused`` (its address refuses connections) or ``peer_unreachable``. ``peer`` may be
-    this worker's own rank, when another process claims it.
+    Answer with the outcome: ``link_up``, ``reached`` (it turned us away, so it lives) or
+    ``dial_failed``. ``peer`` may be this worker's own rank, when another process claims it.
     """
 
     peer: int

@@ -134,24 +134,20 @@ class FailureDetector:
             self._quiet_until = None
         return self._answer(peer, is_heard=True) if self._questions else []
 
-    def unreachable(self, peer: int, now: float) -> list[DetectorAction]:
-        """Inquire after ``peer``: a dial failed, for another reason than a refused connection."""
-        watch = self._watches.get(peer)
-        if watch is not None and watch.inquiry is None:
-            watch.inquire_at = max(now, watch.not_before)
-            self._quiet_until = None
-        return self._answer(peer, is_heard=False)
+    def dial_failed(self, peer: int, now: float, *, is_refused: bool) -> list[DetectorAction]:
+        """Inquire after ``peer``, to which a dial failed; suspect it if its address refuses.
 
-    def refused(self, peer: int, now: float) -> list[DetectorAction]:
-        """Suspect ``peer``, whose address refuses connections.
-
-        It may be the witness of other inquiries too: these expect no answer from it.
+        Then inquiries of which it is a witness expect no answer from it either.
         """
         watch = self._watches.get(peer)
+        if is_refused:
+            self._expect_no_answer(peer)
         if watch is not None:
-            watch.is_refused = True
-        self._expect_no_answer(peer)
-        return self.unreachable(peer, now)
+            watch.is_refused |= is_refused
+            if watch.inquiry is None:
+                watch.inquire_at = max(now, watch.not_before)
+                self._quiet_until = None
+        return self._answer(peer, is_heard=False)
 
     def has_question(self, suspect: int) -> bool:
         """Return whether others wait for an answer about ``suspect``."""

@@ -233,18 +233,15 @@ class TellLife(_Message, frozen=True):
 class AskMembers(_Message, frozen=True):
     """From a worker that is about to join: tell me about the run."""
 
-    counter: Counter
-
 
 class Members(_Message, frozen=True):
-    """The answer to the question ``counter`` of a worker that is about to join.
+    """The answer to a worker that is about to join.
 
     The run began with ``num_workers`` workers; the joiner builds their graph too. ``is_ending``:
     consolidation has begun here, and the run takes in no worker. In a large run the live workers
     and the last joiners come first; links bring the rest.
     """
 
-    counter: Counter
     num_workers: Annotated[int, Meta(ge=1, le=2**20)]
     is_ending: bool
     members: Annotated[tuple[Member, ...], Meta(max_length=MAX_RECORDS)]

@@ -188,14 +188,6 @@ class Pairing:
             self.backlog = max(0, self.backlog - 1)
         return self._become_idle()
 
-    def failed(self, id: ExchangeId) -> list[PairingAction]:
-        """End the exchange ``id``, which broke at this end; the driver closes its link."""
-        exchange = self.exchange(id)
-        if exchange is None:
-            return []
-        self._unlink(exchange.peer)
-        return self._become_idle()
-
     def abort(self, reason: str) -> list[PairingAction]:
         """Stop the running exchange, if any, and tell its other end."""
         state = self.state

@@ -143,8 +143,7 @@ class Presence:
         if self._membership.is_live(peer) and not self._detector.has_question(peer):
             self._unreachable.add(peer)
             self._detector.watch({*self._detector.watched, peer}, now)
-        found = self._detector.refused if is_refused else self._detector.unreachable
-        return found(peer, now)
+        return self._detector.dial_failed(peer, now, is_refused=is_refused)
 
     def outdated(self, now: float) -> list[Superseded]:
         """Note that a peer turned us away: it is linked to a later process of this rank."""

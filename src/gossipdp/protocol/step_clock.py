@@ -75,20 +75,23 @@ class StepClock:
     def ticks_due(self, now: float) -> int:
         """Return, and consume, the number of ticks that came due since the last call."""
         ticks = 0
-        while (due := self._due_at()) is not None and due <= now:
+        while self.next_tick_at <= now:
             ticks += 1
             self._next_tick += self._gap()
         self.num_ticks += ticks
         return ticks
 
-    def next_tick_at(self, now: float) -> float | None:
-        """Return when the next tick comes due, ``now`` or later; None: a step must come first."""
-        due = self._due_at()
-        return None if due is None else max(now, due)
+    @property
+    def next_tick_at(self) -> float:
+        """When u reaches the next tick, perhaps before now; infinity: a step must come first."""
+        if self.is_paused or self.step_seconds is None or self._last_step is None:
+            return math.inf
+        ahead = self._next_tick - self.steps
+        return math.inf if ahead > 1.0 else self._last_step + max(0.0, ahead) * self.step_seconds
 
     @property
     def timed_from_step(self) -> float:
-        """Return the number of steps after which :meth:`next_tick_at` returns a time, or inf."""
+        """Return the number of steps after which :attr:`next_tick_at` is a time, or inf."""
         if self.is_paused:
             return math.inf
         if self.step_seconds is None:  # look then, or the first ticks would be late
@@ -117,13 +120,6 @@ class StepClock:
         else:
             ahead = max(0.0, self._next_tick - self.steps)
             self._next_tick = self.steps + ahead * old / self._rate
-
-    def _due_at(self) -> float | None:
-        """Return when u reaches the next tick; None: a step must come first."""
-        if self.is_paused or self.step_seconds is None or self._last_step is None:
-            return None
-        ahead = self._next_tick - self.steps
-        return None if ahead > 1.0 else self._last_step + max(0.0, ahead) * self.step_seconds
 
     def _gap(self, least: float = 0.5, most: float = 1.5) -> float:
         return self._random.uniform(least, most) / self._rate if self._rate > 0.0 else math.inf

@@ -109,8 +109,8 @@ class WorkerProtocol:
 
     If the driver performs every action in order, keeps links FIFO, and reports nothing from a link
     after its :meth:`link_down`, this is guaranteed: there is at most one exchange at a time; each
-    ``Begin`` ends in exactly one of :meth:`finished`, :meth:`failed` or an action ``Stop`` or
-    ``Withdrawn``. On ``Stop`` and after :meth:`failed` the driver closes the link to that peer.
+    ``Begin`` ends in exactly one of :meth:`finished` or an action ``Stop`` or ``Withdrawn``. On
+    ``Stop`` the driver closes the link to that peer.
     """
 
     def __init__(
@@ -273,12 +273,11 @@ class WorkerProtocol:
         """Return whether other workers may take over this worker's parameters."""
         return self._closed_for.isdisjoint(("hold", "poisoned parameters", "consolidation"))
 
-    def answer_joiner(self, counter: int) -> Members:
+    def answer_joiner(self) -> Members:
         """Return the answer to ``AskMembers``, from a worker that is about to join."""
         members = sorted(self.membership.members(), key=lambda each: (not each.is_live, -each.rank))
         is_training = any(member.status is Status.ALIVE for member in members)
         return Members(
-            counter,
             num_workers=self.membership.num_workers,
             is_ending="consolidation" in self._closed_for or not is_training,
             members=tuple(sorted(members[:MAX_RECORDS], key=lambda each: each.rank)),
@@ -326,11 +325,12 @@ class WorkerProtocol:
         elif isinstance(message, LifeMessage):
             return self._unlinked(self._detector.receive(peer, message, now))
         elif isinstance(message, AskMembers):
-            return [Send(peer, self.answer_joiner(message.counter))]
+            return [Send(peer, self.answer_joiner())]
         return []
 
     def progressed(self, now: float) -> None:
         """Restart the deadline of the running exchange: a byte of it came or left."""
+        self._look_at_clock(now)
         self._longest_gap_s = max(self._longest_gap_s, now - self._progressed_at)
         self._progressed_at = max(now, self._progressed_at)
 
@@ -359,16 +359,6 @@ class WorkerProtocol:
         if self.exchange_rate is not None:
             self.exchange_rate.exchanged(duration_s, held_s)
         return self.pairing.finished(id)
-
-    @_input
-    def failed(self, id: ExchangeId, now: float) -> Sequence[_Inner]:
-        """End the exchange ``id``, which broke at this end; the driver closes its link."""
-        exchange = self.pairing.exchange(id)
-        if exchange is None:
-            return []
-        self.exchanges_failed += 1
-        self.peers.drop(exchange.peer)
-        return self.pairing.failed(id)
 
     # --- sums over a tree ------------------------------------------------------------------
 
@@ -444,22 +434,17 @@ class WorkerProtocol:
         return [*self._presence.heard(peer, now), *self._presence.reached(peer)]
 
     @_input
-    def dial_refused(
-        self, peer: int, now: float, address: tuple[str, int] | None = None
+    def dial_failed(
+        self, peer: int, now: float, address: tuple[str, int] | None = None, *, is_refused: bool
     ) -> Sequence[_Inner]:
-        """Suspect ``peer``, whose address refuses connections, and ask others.
+        """Ask others about ``peer``, to which a dial failed; suspect it if its address refuses.
 
         Do nothing if ``peer`` is now known at another address than ``address``: it was restarted.
         """
         member = self.membership.get(peer)
         if member is not None and address not in (None, (member.host, member.port)):
             return []
-        return self._presence.dialled_in_vain(peer, now, is_refused=True)
-
-    @_input
-    def peer_unreachable(self, peer: int, now: float) -> Sequence[_Inner]:
-        """Ask others about ``peer``: a dial to it failed, though its address did not refuse."""
-        return self._presence.dialled_in_vain(peer, now, is_refused=False)
+        return self._presence.dialled_in_vain(peer, now, is_refused=is_refused)
 
     @_input
     def poll(self, now: float) -> Sequence[_Inner]:
@@ -480,9 +465,8 @@ class WorkerProtocol:
             self._reviewed = None
         return actions
 
-    def next_deadline(self, now: float) -> float:
-        """Return when :meth:`poll` must be called if nothing else happens before."""
-        tick = self.clock.next_tick_at(now)
+    def next_deadline(self) -> float:
+        """Return when :meth:`poll` must be called if nothing else happens before; perhaps now."""
         return min(
             self._quiet_until,
             self._last_input + self.timeout_s / LOOKS_PER_TIMEOUT,
@@ -491,7 +475,7 @@ class WorkerProtocol:
             self._waits_end_at(),
             self._waits_until if self.consolidation.waits_for_all else math.inf,
             self._affords_another_at(self._last_input) if self._is_spent else math.inf,
-            math.inf if tick is None else tick,
+            self.clock.next_tick_at,
         )
 
     def _drop_link(self, peer: int) -> list[PairingAction | ReductionAction]:
@@ -546,10 +530,11 @@ class WorkerProtocol:
         the time-out, so a longer gap between two inputs means that the worker itself did not run.
         It keeps its parameters, however long it was silent: exchanges merge them.
         """
-        slept_s = now - self._last_input
+        since, self._last_input = self._last_input, max(now, self._last_input)
+        slept_s = now - since
         if not self.timeout_s / 2 < slept_s < math.inf:
             return
-        self._presence.slept(self._last_input, now)
+        self._presence.slept(since, now)
         self._progressed_at = now
         self._began_at += slept_s
         self._proposal_due = self._free_due = now + self.timeout_s

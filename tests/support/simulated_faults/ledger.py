@@ -58,7 +58,6 @@ class Ledger(FaultyPayload):
     def __init__(self, rows: FaultyRows) -> None:
         population = rows.population
         self.num_torn = 0
-        self.num_applied = 0
         self.torn: Row = np.zeros(population.num_trained)
         self.steps = [0] * len(population.x)
         """Gradient steps that each rank has ended, over all its lives."""
@@ -102,15 +101,16 @@ class Ledger(FaultyPayload):
         account = self._accounts.setdefault(id, _Account(np.zeros_like(before)))
         account.change += self.z(rank) - before
         account.num_applied += 1
-        self.num_applied += 1
         if account.num_applied == 2:
             del self._accounts[id]
             zero = np.zeros_like(before)
             self._expect_equal("an exchange conserves x + c/2", zero, account.change, rank, now_s)
 
-    def exchange_ended(self, rank: int, id: ExchangeId, now_s: float) -> None:
+    def exchange_ended(
+        self, rank: int, id: ExchangeId, now_s: float, *, is_withdrawn: bool = False
+    ) -> None:
         torn = self._rows.num_torn
-        self._rows.exchange_ended(rank, id, now_s)
+        self._rows.exchange_ended(rank, id, now_s, is_withdrawn=is_withdrawn)
         del self._open[rank]
         if self._rows.num_torn > torn:  # this end never applied what the other one did
             account = self._accounts.pop(id)

@@ -139,7 +139,7 @@ class FaultyNetwork(VirtualNetwork):
         Without a ``rank`` it gets the one after all that are known.
         """
         informant = self.workers[asked]
-        answer, chunks = informant.answer_joiner(1), informant.consolidation.num_chunks
+        answer, chunks = informant.answer_joiner(), informant.consolidation.num_chunks
         rank, incarnation = first_incarnation(answer.members, rank)
         status = Status.JOINING if is_joining else Status.ALIVE
         worker = WorkerProtocol(
@@ -437,9 +437,9 @@ class FaultyNetwork(VirtualNetwork):
             self.engine.at(now + retry_s, partial(self._try_again, rank, peer))
         if answer == "refused":
             self._outbox.pop((rank, peer), None)
-            self.perform(rank, worker.dial_refused(peer, now))
+            self.perform(rank, worker.dial_failed(peer, now, is_refused=True))
         else:
-            self.perform(rank, worker.peer_unreachable(peer, now))
+            self.perform(rank, worker.dial_failed(peer, now, is_refused=False))
 
     def _is_apart(self, first: int, second: int) -> bool:
         if self.engine.now >= self._heals_at:

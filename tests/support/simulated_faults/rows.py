@@ -43,8 +43,10 @@ class FaultyRows(CarriedRows, FaultyPayload):
         super().data_arrived(rank, id, data, now_s)
         self._applied.add(rank)
 
-    def exchange_ended(self, rank: int, id: ExchangeId, now_s: float) -> None:
-        super().exchange_ended(rank, id, now_s)
+    def exchange_ended(
+        self, rank: int, id: ExchangeId, now_s: float, *, is_withdrawn: bool = False
+    ) -> None:
+        super().exchange_ended(rank, id, now_s, is_withdrawn=is_withdrawn)
         has_applied = rank in self._applied
         self._applied.discard(rank)
         if not has_applied and (half := self._halves.pop(id, None)) is not None:

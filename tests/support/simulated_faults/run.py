@@ -172,7 +172,7 @@ class _Run:
         network = self.network
         if not (live := self.invariants.live()):
             return
-        answer = network.workers[live[asked % len(live)]].answer_joiner(0)
+        answer = network.workers[live[asked % len(live)]].answer_joiner()
         if answer.is_ending:
             return
         rank, incarnation = first_incarnation(answer.members, rank)

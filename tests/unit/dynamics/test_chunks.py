@@ -141,7 +141,6 @@ def test_what_a_checkpoint_and_a_joiner_take_has_decayed_by_now():
 
 
 def buffers(values: Tensor) -> Chunk:
-    """One chunk of float buffers."""
     (chunk,) = State([Segment(values, Role.BUFFER)]).chunks
     return chunk
 

@@ -167,7 +167,6 @@ class World:
         self.state.boundary(self.theta, wait=self.wait)
 
     def held(self) -> list[dict[str, Any]]:
-        """Return all there is of each chunk."""
         return [
             {
                 "x": chunk.x.clone(),

@@ -5,19 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossipdp.dynamics import update
-from gossipdp.dynamics.lattice import (
-    CARRY,
-    LatticeSteps,
-    decode,
-    decode_squares,
-    difference,
-    encode,
-    encode_squares,
-    num_blocks,
-    squares_bytes,
-    weights,
-)
+from gossipdp.dynamics import lattice, update
+from gossipdp.dynamics.lattice import LatticeSteps, difference, num_blocks, squares_bytes
 from gossipdp.dynamics.machine_code import BLOCK
 
 ALL = slice(None)
@@ -26,14 +15,14 @@ ALL = slice(None)
 def encoded(x, exponents):
     """Return checksum, codes and sizes."""
     codes, sizes = torch.empty(len(x), dtype=torch.uint8), x.new_empty(num_blocks(len(x)))
-    return encode(x, exponents, codes, sizes), codes, sizes
+    return lattice.encode(x, exponents, codes, sizes), codes, sizes
 
 
 def code(x, y, exponents):
     """Return the difference as the holder of y decodes it, and whether the checksums agree."""
     checksum, codes, _ = encoded(x, exponents)
     differences = torch.empty(len(y), dtype=torch.int8)
-    agrees = decode(codes, exponents, y, differences) == checksum
+    agrees = lattice.decode(codes, exponents, y, differences) == checksum
     return difference(differences, exponents), agrees
 
 
@@ -50,7 +39,7 @@ def points(x, exponents):
 def reference(x, exponents):
     """Return checksum and codes, in Python's own numbers."""
     k = (points(x, exponents) / steps_of(exponents, x)).long().tolist()
-    first, second = (part.tolist() for part in weights().split(BLOCK))
+    first, second = (part.tolist() for part in lattice.weights().split(BLOCK))
     total = 0
     for start in range(0, len(k), BLOCK):
         above = [each >> 8 for each in k[start : start + BLOCK]]
@@ -59,7 +48,7 @@ def reference(x, exponents):
             for values, of in ((above, first), ([each ^ each >> 13 for each in above], second))
         ]
         signed = sums[1] - 2**32 if sums[1] >= 2**31 else sums[1]
-        total = (total * CARRY + (sums[0] << 32) + signed) % 2**64
+        total = (total * lattice.CARRY + (sums[0] << 32) + signed) % 2**64
     return total - 2**64 if total >= 2**63 else total, [each % 256 for each in k]
 
 
@@ -218,8 +207,8 @@ def test_one_huge_difference_is_forgotten_in_time(distance, size):
 
 def there_and_back(values):
     code, out = torch.empty(squares_bytes(len(values)), dtype=torch.uint8), torch.empty_like(values)
-    encode_squares(values, code)
-    decode_squares(code, out)
+    lattice.encode_squares(values, code)
+    lattice.decode_squares(code, out)
     return out
 
 
@@ -260,6 +249,6 @@ def test_a_hostile_code_of_squares_gives_finite_numbers_that_are_not_negative():
     out = torch.empty(2 * BLOCK)
     for _ in range(200):
         code = torch.randint(0, 256, (squares_bytes(len(out)),), generator=generator)
-        decode_squares(code.to(torch.uint8), out)
+        lattice.decode_squares(code.to(torch.uint8), out)
         assert bool(out.isfinite().all())
         assert bool((out >= 0).all())

@@ -37,15 +37,10 @@ def test_nothing_of_it_changes_without_its_lock():
         phase.set_speed(0.3, 2.0, now_s + 0.75)
 
 
-phase_events = st.lists(
-    st.tuples(
-        st.sampled_from(["exchange", "exchange", "withdrawn", "look", "look", "early", "graph"]),
-        st.floats(0.0, 30.0, allow_subnormal=False),
-        st.sampled_from([0.0, 1.0]),
-    ),
-    min_size=20,
-    max_size=60,
-)
+kinds = ["exchange", "exchange", "withdrawn", "look", "look", "early", "graph"]
+seconds = st.floats(0.0, 30.0, allow_subnormal=False)
+phase_event = st.tuples(st.sampled_from(kinds), seconds, st.sampled_from([0.0, 1.0]))
+phase_events = st.lists(phase_event, min_size=20, max_size=60)
 
 
 @given(phase_events)

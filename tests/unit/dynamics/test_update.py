@@ -17,18 +17,13 @@ from gossipdp.dynamics.update import KERNELS, LEAST_COMPILED_VALUES, choose_kern
 MOST = 1001
 LENGTHS = (0, 1, 2, 15, 16, 17, 255, MOST)
 ALPHA_TILDE = 1.9
-# (parameters, snapshots)
-PRECISIONS = (
-    (torch.float32, torch.float32),
-    (torch.float32, torch.bfloat16),
-    (torch.bfloat16, torch.bfloat16),
-)
+F32, BF16 = torch.float32, torch.bfloat16
+PRECISIONS = ((F32, F32), (F32, BF16), (BF16, BF16))  # of parameters and snapshots
 POISON = (math.nan, math.inf, -math.inf)
-DECAYS = (1.0, 0.7, 0.0)
 
 each_precision = pytest.mark.parametrize(("dtype", "wire"), PRECISIONS)
 each_momentum = pytest.mark.parametrize("momentum", [True, False])
-each_decay = pytest.mark.parametrize("decay", DECAYS)
+each_decay = pytest.mark.parametrize("decay", [1.0, 0.7, 0.0])
 
 
 class Computes:

@@ -16,10 +16,10 @@ ADDRESSES = [("127.0.0.1", 4000), ("127.0.0.1", 4001)]
 BEGINS_S, TIMEOUT_S = 1000.0, 60.0
 
 
-def members(counter: int, **changes: Any) -> bytes:
+def members(**changes: Any) -> bytes:
     alive = (Member(0, 2, 7), Member(1, 0, 8))
     told = {"num_workers": 2, "is_ending": False, "members": alive, "progress": ()}
-    return encode(Envelope(Members(counter, **told | changes)))
+    return encode(Envelope(Members(**told | changes)))
 
 
 class Network:
@@ -56,7 +56,7 @@ class Network:
 
     def _end(self, handler: Any, address: tuple[str, int], answer: Any) -> None:
         def control(data: bytes) -> None:
-            assert decode(data).message == AskMembers(0)
+            assert decode(data).message == AskMembers()
             handler.control(link, answer)
 
         link = SimpleNamespace(send_control=control)
@@ -70,37 +70,29 @@ class Network:
 
     def ask(self) -> Members:
         identity = Identity(0, 0, 5, "run", "", "", "", "", "", host="127.0.0.1")
+        options = {"tls": None, "timeout_s": TIMEOUT_S, "clock": lambda: self.now_s}
         return ask_members(
-            lambda: ADDRESSES[: 1 + (self.now_s >= self.known_s)],
-            identity,
-            b"secret",
-            tls=None,
-            timeout_s=TIMEOUT_S,
-            clock=lambda: self.now_s,
+            lambda: ADDRESSES[: 1 + (self.now_s >= self.known_s)], identity, b"secret", **options
         )
 
 
-def test_any_answer_will_do(monkeypatch):
-    network = Network(monkeypatch, True, members(0))
+@pytest.mark.parametrize(
+    ("first", "known_s", "num_rounds"), [(True, 0.0, 1), (None, 0.25, 1), (True, 0.25, 2)]
+)
+def test_an_address_that_becomes_known_is_dialled_at_once(monkeypatch, first, known_s, num_rounds):
+    """The first worker stands still, or has died: any answer will do."""
+    network = Network(monkeypatch, first, members())
+    network.known_s = BEGINS_S + known_s
     assert [each.rank for each in network.ask().members] == [0, 1]
-    assert network.num_rounds == 1
-    assert min(network.ranks) >= FIRST_VISITOR_RANK
-
-
-@pytest.mark.parametrize(("first", "num_rounds"), [(None, 1), (True, 2)])
-def test_an_address_that_becomes_known_is_dialled_at_once(monkeypatch, first, num_rounds):
-    """The first worker stands still, or has died."""
-    network = Network(monkeypatch, first, members(0))
-    network.known_s = BEGINS_S + 0.25
-    network.ask()
     assert network.now_s < BEGINS_S + 1.0
     assert network.num_rounds == num_rounds
+    assert min(network.ranks) >= FIRST_VISITOR_RANK
 
 
 @pytest.mark.parametrize(
     ("answers", "message", "num_rounds"),
     [
-        ((members(0, is_ending=True), True), "the run is ending", 1),
+        ((members(is_ending=True), True), "the run is ending", 1),
         ((Refusal("secret"), False), "the secrets differ", 1),
         ((True, True), "refused the connection; the run has ended", MAX_ROUNDS_REFUSED),
     ],

@@ -8,15 +8,8 @@ from driven_worker import ask, make_worker, said
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossipdp.protocol.exchange_rate import (
-    BURST,
-    CEILING,
-    HYSTERESIS,
-    NUM_TO_KNOW,
-    SPARE,
-    START_RATE,
-    ExchangeRate,
-)
+from gossipdp.protocol import exchange_rate as limits
+from gossipdp.protocol.exchange_rate import BURST, CEILING, HYSTERESIS, SPARE, ExchangeRate
 from gossipdp.protocol.messages import Accept, Busy, Envelope, ExchangeId, Free, Propose
 from gossipdp.protocol.worker import Action
 
@@ -34,7 +27,7 @@ def rate_after(
 ) -> ExchangeRate:
     """Return a rate that has seen some equal exchanges; ``idle``: a core, the thread, l."""
     rate = ExchangeRate()
-    for _ in range(NUM_TO_KNOW):
+    for _ in range(limits.NUM_TO_KNOW):
         rate.exchanged(duration_s, held_s)
         rate.took_processor(processor_s, arrays_s)
     if idle is not None:
@@ -125,7 +118,7 @@ measured = st.one_of(
 def test_the_rate_is_that_of_the_text_for_the_medians_of_what_was_measured_last(events, most_taken):
     """It follows them at each step, if they differ by more than a quarter or reach the ceiling."""
     rate = ExchangeRate(most_taken)
-    assert (rate.rate, rate.bound) == (START_RATE, "start")
+    assert (rate.rate, rate.bound) == (limits.START_RATE, "start")
     exchanges, looks = list[tuple[float, ...]](), list[tuple[float, ...]]()
     for kind, value in events:
         before = rate.rate, rate.bound
@@ -140,7 +133,7 @@ def test_the_rate_is_that_of_the_text_for_the_medians_of_what_was_measured_last(
         else:
             has_changed = rate.stepped(value)
             assert has_changed == (rate.rate != before[0])
-            if value is None or len(exchanges) < NUM_TO_KNOW:
+            if value is None or len(exchanges) < limits.NUM_TO_KNOW:
                 assert (rate.rate, rate.bound) == before
                 continue
             allowed, bounds = rate_of_the_text(value, exchanges, looks, most_taken)
@@ -194,7 +187,7 @@ def test_a_worker_that_cannot_afford_more_says_busy_and_then_free():
         assert isinstance(said(worker.receive(peer, ask(peer, number), now), peer)[0], Accept)
         worker.finished(ExchangeId(peer, 0, number), now)
     assert isinstance(said(worker.receive(0, ask(0, 99), now), 0)[0], Busy)
-    opens_at = worker.next_deadline(now)
+    opens_at = worker.next_deadline()
     assert opens_at == pytest.approx(now + STEP_S / (SPARE * rate.rate))
     assert said(worker.poll(opens_at - 1e-3)) == []
     assert said(worker.poll(opens_at), 0) == [Free()]

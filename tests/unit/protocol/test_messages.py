@@ -7,13 +7,11 @@ import pytest
 
 from gossipdp.protocol.messages import Envelope, ExchangeId, Propose, ProtocolError, decode, encode
 
-ID = ExchangeId(3, 1, 12)
-
 
 @pytest.mark.parametrize("alpha_tilde", [math.nan, math.inf, -math.inf, 0.0, -1.0])
 def test_gain_must_be_a_positive_number(alpha_tilde):
     with pytest.raises(ProtocolError):
-        decode(encode(Envelope(Propose(ID, alpha_tilde))))
+        decode(encode(Envelope(Propose(ExchangeId(3, 1, 12), alpha_tilde))))
 
 
 @pytest.mark.parametrize(

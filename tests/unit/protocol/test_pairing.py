@@ -1,7 +1,6 @@
-"""Every transition of the pairing state machine, one at a time."""
+"""Transitions of the pairing, one at a time; sequences of them: tests/property/test_pairing.py."""
 
 import itertools
-import math
 from collections.abc import Mapping
 from random import Random
 
@@ -45,12 +44,10 @@ def ask(peer: int, counter: int = 1, alpha_tilde: float = 0.7) -> say.Propose:
 
 
 def busy(peer: int, *, is_closed: bool = False) -> Send[say.Busy]:
-    """Refuse what ``peer`` has asked."""
     return Send(peer, say.Busy(ask(peer).id, is_closed=is_closed))
 
 
 def accepted(peer: int, alpha_tilde: float = 0.7) -> list[Send[say.Accept] | Begin]:
-    """Accept what ``peer`` has asked."""
     id = ask(peer).id
     return [Send(peer, say.Accept(id, alpha_tilde)), Begin(peer, id, alpha_tilde)]
 
@@ -88,17 +85,11 @@ def test_tick_proposes_to_the_first_of_the_policy():
 
 
 @pytest.mark.parametrize(
-    "event",
-    [
-        lambda pairing: pairing.lost(2),
-        lambda pairing: pairing.unanswered(2),
-        lambda pairing: pairing.set_available({8: 0.5}),
-    ],
-    ids=["lost", "unanswered", "unavailable"],
+    ("event", "given"), [("lost", 2), ("unanswered", 2), ("set_available", {8: 0.5})]
 )
-def test_a_proposal_that_comes_to_nothing_moves_on_and_its_demand_is_kept(event):
+def test_a_proposal_that_comes_to_nothing_moves_on_and_its_demand_is_kept(event, given):
     pairing = proposing()
-    assert event(pairing) == [proposes(8, 2)]
+    assert getattr(pairing, event)(given) == [proposes(8, 2)]
     assert pairing.lost(8) == []
     assert (pairing.state, pairing.backlog) == (Idle(), 1)
     pairing.set_available({})
@@ -106,24 +97,18 @@ def test_a_proposal_that_comes_to_nothing_moves_on_and_its_demand_is_kept(event)
 
 
 @pytest.mark.parametrize(
-    ("event", "actions"),
+    ("event", "given", "actions"),
     [
-        (lambda pairing: pairing.lost(2), [Stop(2, own(1), "the link was lost")]),
-        (
-            lambda pairing: pairing.abort("NaN"),
-            [Send(2, say.Abort(own(1), "NaN")), Stop(2, own(1), "NaN")],
-        ),
-        (
-            lambda pairing: pairing.receive(2, say.Abort(own(1), "NaN")),
-            [Stop(2, own(1), "the peer aborted: NaN")],
-        ),
-        (lambda pairing: pairing.failed(own(1)), []),
+        ("lost", [2], [Stop(2, own(1), "the link was lost")]),
+        ("abort", ["NaN"], [Send(2, say.Abort(own(1), "NaN")), Stop(2, own(1), "NaN")]),
+        ("receive", [2, say.Abort(own(1), "NaN")], [Stop(2, own(1), "the peer aborted: NaN")]),
     ],
-    ids=["lost", "own abort", "the peer's", "failed"],
 )
-def test_an_exchange_that_ends_early_keeps_the_demand_and_leaves_the_peer_out(event, actions):
+def test_an_exchange_that_ends_early_keeps_the_demand_and_leaves_the_peer_out(
+    event, given, actions
+):
     pairing = asking()
-    assert event(pairing) == [*actions, proposes(8, 2)]
+    assert getattr(pairing, event)(*given) == [*actions, proposes(8, 2)]
     assert pairing.backlog == 1
 
 
@@ -139,24 +124,6 @@ def test_idle_accepts_with_the_smaller_gain():
         pairing = make_pairing()
         assert pairing.receive(9, ask(9, alpha_tilde=theirs)) == accepted(9, agreed)
         assert pairing.state == Exchanging(9, ask(9).id)
-
-
-@pytest.mark.parametrize(
-    "gives_up",
-    [
-        lambda pairing: pairing.receive(8, say.Pass()),
-        lambda pairing: pairing.lost(8),
-        lambda pairing: pairing.unanswered(8),
-    ],
-    ids=["pass", "lost", "unanswered"],
-)
-def test_the_oldest_waiter_is_freed_and_the_next_only_once_that_one_gives_up(gives_up):
-    pairing = answering(8, 1)
-    assert pairing.finished(ask(2).id) == [Send(8, say.Free())]
-    assert pairing.state == Idle()
-    assert gives_up(pairing) == [Send(1, say.Free())]
-    assert pairing.receive(1, say.Pass()) == []
-    assert pairing.receive(1, say.Pass()) == []
 
 
 def test_while_one_free_is_unanswered_nobody_else_is_freed():
@@ -181,13 +148,6 @@ def test_proposing_parks_lower_and_refuses_higher_ranks():
     assert proposing(4).receive(6, ask(6)) == [busy(6)]
 
 
-def test_accepted_proposal_refuses_the_parked():
-    pairing = proposing(4, 3)
-    actions = pairing.receive(2, say.Accept(own(1), 0.9))
-    assert actions == [Begin(2, own(1), 0.9), busy(4), busy(3)]
-    assert pairing.finished(own(1)) == [Send(4, say.Free())]
-
-
 def test_refused_proposal_accepts_the_oldest_parked_and_refuses_the_others():
     pairing = proposing(4, 3)
     assert pairing.receive(2, say.Busy(own(1))) == [*accepted(4), busy(3)]
@@ -203,17 +163,6 @@ def test_crossing_proposals_merge_into_that_of_the_lower_rank():
     lower.tick()
     assert lower.receive(8, ask(8)) == []
     assert lower.receive(8, say.Accept(own(1), 0.9)) == [Begin(8, own(1), 0.9)]
-
-
-def test_free_is_answered_by_propose_only_with_a_demand():
-    pairing = make_pairing()
-    assert pairing.receive(8, say.Free()) == [Send(8, say.Pass())]
-    pairing.tick()
-    assert pairing.receive(8, say.Free()) == [Send(8, say.Pass())]
-    pairing.receive(2, say.Busy(own(1)))
-    pairing.receive(8, say.Busy(own(2)))
-    assert pairing.receive(7, say.Free()) == [Send(7, say.Pass())]
-    assert pairing.receive(8, say.Free()) == [proposes(8, 3)]
 
 
 def test_free_of_a_neighbour_that_the_policy_leaves_out_is_passed():
@@ -263,7 +212,6 @@ def test_foreign_ids_are_dropped():
     assert pairing.receive(8, say.Busy(own(1))) == []
     assert pairing.receive(2, ask(8)) == []  # a proposal in another's name
     assert pairing.finished(own(1)) == []
-    assert pairing.failed(own(1)) == []
     assert pairing.state == Proposing(2, say.Propose(own(1), 0.9), (8,))
 
 
@@ -286,12 +234,6 @@ def test_running_exchange_outlives_close():
     assert pairing.open() == [Send(8, say.Free())]
 
 
-def test_the_gain_of_accept_stands_though_the_own_one_fell_since_the_proposal():
-    pairing = proposing()
-    pairing.alpha_tilde = 0.6  # on a new graph
-    assert pairing.receive(2, say.Accept(own(1), 0.8)) == [Begin(2, own(1), 0.8)]
-
-
 def test_an_accept_with_more_than_was_proposed_is_refused():
     pairing = proposing()
     with pytest.raises(say.ProtocolError, match=r"gain of 0\.91"):
@@ -303,14 +245,9 @@ def test_an_accept_with_more_than_was_proposed_is_refused():
 @pytest.mark.parametrize(
     ("num_steps", "comm_rate", "between"),
     [
-        (250, 4.0, 4),
-        (250, 1.0, 4),
-        (250, 1 / 8, 4),
+        *((250, 4.0, 4), (250, 1.0, 4), (250, 1 / 8, 4)),
         # Sooner, where so many steps have passed.
-        (2.5, 4.0, 4),
-        (2.5, 1.0, 3),
-        (16, 1 / 8, 2),
-        (5, 1 / 8, 1),
+        *((2.5, 4.0, 4), (2.5, 1.0, 3), (16, 1 / 8, 2), (5, 1 / 8, 1)),
     ],
 )
 def test_one_exchange_in_four_carries_moments_and_more_where_these_are_rare(
@@ -328,14 +265,3 @@ def test_one_exchange_in_four_carries_moments_and_more_where_these_are_rare(
                 carrying.append(number)
             moments.began(moments.now())
     assert {after - before for before, after in itertools.pairwise(carrying)} == {between}
-
-
-def test_exchanges_that_peers_asked_for_count_and_each_period_has_its_own_count():
-    moments = MomentsDue([4, 2], math.inf)
-    moments.began(())
-    assert moments.now() == (2,)
-    moments.began((2,))
-    moments.began(())
-    assert moments.now() == (2, 4)
-    moments.began((4,))
-    assert moments.now() == (2,)

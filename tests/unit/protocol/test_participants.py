@@ -8,15 +8,13 @@ from gossipdp.protocol.members import Status
 from gossipdp.protocol.participants import MAX_EPOCHS, MAX_RESTARTS, PASS_OVER_AFTER
 from gossipdp.protocol.reduction import GRACE, STALLED_AFTER
 
-LEFT_OUT_AFTER = STALLED_AFTER + GRACE
-
 
 def test_a_leader_leaves_out_a_leaf_that_lives_and_gives_nothing():
     machine = worker(0)
     machine.review(view(3))
     machine.partial_landed(1, epoch(1), 0)
     machine.partial_landed(1, epoch(1), 1)
-    assert begun(ticks(machine, LEFT_OUT_AFTER - 2)) <= {begin(1, 0, 1, 2)}
+    assert begun(ticks(machine, STALLED_AFTER + GRACE - 2)) <= {begin(1, 0, 1, 2)}
     (again,) = begun(ticks(machine, 2)) - {begin(1, 0, 1, 2)}
     reason = "worker 0 had nothing of it for 1.5 time-outs"
     members = (process(0), process(1))
