@@ -29,7 +29,7 @@ from support.report import Report, Spread, Table
 from torch import Tensor, nn
 
 from gossipdp import Counting, GossipDataParallel, launch
-from gossipdp.gossip.processor import limit
+from gossipdp.launcher.cores import limit
 from gossipdp.protocol.worker import Method
 from gossipdp_lab.tasks.resnet import CIFAR_RESNET18_PARAMETERS, cifar_resnet18
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from run_processes import wait_until_gone
-from waiting import FOR_EVER_S, wait_until
+from waiting import FOR_EVER_S, LONGEST_S, wait_until
 
 from gossipdp.errors import WorkerFailedError
 from gossipdp.launcher import supervisor
@@ -186,39 +186,61 @@ def stay_whatever_comes(directory: str) -> None:
     time.sleep(FOR_EVER_S)
 
 
-def test_a_second_sigterm_kills_at_once(workers, tmp_path, monkeypatch):
+def test_a_second_ctrl_c_kills_at_once(workers, tmp_path, monkeypatch):
     sent: list[int] = []
 
     def signal_twice() -> None:
         if (tmp_path / "here").exists() and len(sent) < 2:
-            sent.append(signal.SIGTERM)
-            signal.raise_signal(signal.SIGTERM)
+            sent.append(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(supervisor, "PATIENCE_S", FOR_EVER_S)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(KeyboardInterrupt):
         workers(stay_whatever_comes, 1, (str(tmp_path),), on_poll=signal_twice)
-    assert ended.value.code == 128 + signal.SIGTERM
     assert len(sent) == 2
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def fail_to_save() -> None:
-    send_report(Report(unsaved="no room"))
-
-
 def test_a_last_checkpoint_that_could_not_be_saved_is_logged(workers, caplog):
-    assert workers(fail_to_save, 1) == [None]
+    assert workers(lambda: send_report(Report(unsaved="no room")), 1) == [True]
     assert caplog.messages == ["worker 0: no room"]
-
-
-def joins() -> bool:
-    return Environment.read().is_joining
 
 
 def test_a_worker_inherits_nothing_of_another_launcher(workers, monkeypatch):
     for name, value in {"GOSSIPDP_JOIN": "127.0.0.1:9", "GOSSIPDP_RESTARTS": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert workers(joins, 2) == [False, False]
+    assert workers(lambda: Environment.read().is_joining, 2) == [False, False]
+
+
+def stay_until_ended(directory: str) -> None:
+    def end(number: int, frame: object) -> None:
+        Path(directory, f"saved-{os.environ['RANK']}").touch()
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+    Path(directory, os.environ["RANK"]).touch()
+    time.sleep(3600)
+
+
+def test_a_signal_to_the_caller_s_group_reaches_the_workers_through_the_caller_alone(tmp_path):
+    """The fork server is the parent of all: if it got the signal too, it would take them along."""
+    script = tmp_path / "caller.py"
+    script.write_text(
+        "import os, signal, time\nfrom pathlib import Path\n"
+        "from gossipdp.launcher.local import launch\n"
+        f"{inspect.getsource(stay_until_ended)}\n"
+        f"if __name__ == '__main__':\n    launch(stay_until_ended, 2, ({str(tmp_path)!r},))\n"
+    )
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True) as caller:
+        began = [tmp_path / rank for rank in "01"]
+        wait_until(
+            lambda: all(path.exists() for path in began) or caller.poll() is not None,
+            "both workers stay",
+        )
+        os.killpg(caller.pid, signal.SIGTERM)
+        caller.wait(LONGEST_S)
+    assert all((tmp_path / f"saved-{rank}").exists() for rank in "01")
 
 
 def test_nothing_is_left_when_the_caller_is_killed(tmp_path):

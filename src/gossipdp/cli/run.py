@@ -290,7 +290,7 @@ def _num_workers(arguments: RunArguments) -> int:
 
 def _common_variables(arguments: RunArguments, num_workers: int) -> dict[str, str]:
     """Return variables of all workers here: their share of the cores, and addresses."""
-    from gossipdp.launcher.local import num_threads
+    from gossipdp.launcher.cores import num_threads
 
     num_local = num_workers
     if arguments.workers is None and arguments.join is None:  # the launcher has others here

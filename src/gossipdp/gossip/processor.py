@@ -4,14 +4,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
-from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple, final
 
+from gossipdp.launcher.cores import limit
+
 LOOK_EVERY_S = 1.0
-GROUPS = Path("/sys/fs/cgroup")
-OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 class Idle(NamedTuple):
@@ -26,38 +24,6 @@ class Idle(NamedTuple):
     core: float
     thread: float
     ran: float = 1.0
-
-
-def limit() -> tuple[float, Path]:
-    """Return how many cores the control groups leave this process, and the strictest of them."""
-    return min(_limits(), key=itemgetter(0), default=(math.inf, Path()))
-
-
-def _limits() -> Iterator[tuple[float, Path]]:
-    """Yield the limit of each group above this process, and its folder."""
-    try:
-        lines = OWN_GROUPS.read_text("ascii").splitlines()
-    except (OSError, ValueError):
-        return
-    for _, kinds, path in (line.split(":", 2) for line in lines):
-        if kinds and "cpu" not in kinds.split(","):
-            continue
-        top = GROUPS / kinds
-        group = top / path.lstrip("/")
-        files = "cpu.cfs_quota_us cpu.cfs_period_us" if kinds else "cpu.max"
-        for each in (group, *group.parents):
-            try:
-                yield _cores(each, files), each
-            except (OSError, ValueError):  # it sets no limit
-                pass
-            if each == top:
-                break
-
-
-def _cores(group: Path, files: str) -> float:
-    text = " ".join((group / name).read_text("ascii") for name in files.split())
-    quota_us, period_us = text.split()
-    return math.inf if quota_us in ("max", "-1") else int(quota_us) / int(period_us)
 
 
 @final

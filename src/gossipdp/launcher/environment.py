@@ -225,7 +225,7 @@ class Environment:
         """Return the numeric address on which this worker listens.
 
         It is GOSSIPDP_HOST if set, else the address of the interface that routes to MASTER_ADDR,
-        or without a store to the first of GOSSIPDP_JOIN. If that is on loopback, so is the result,
+        or if it joins to the first of GOSSIPDP_JOIN. If that is on loopback, so is the result,
         since then every worker is on this machine. It stands for all addresses only if
         GOSSIPDP_HOST does.
 
@@ -238,21 +238,22 @@ class Environment:
         """Return the address that a worker listening on ``bound`` announces to the others.
 
         It is ``bound`` itself, or if that stands for all addresses, the one that routes to
-        MASTER_ADDR. Raise as :meth:`choose_host` does.
+        MASTER_ADDR or GOSSIPDP_JOIN. Raise as :meth:`choose_host` does.
         """
         return self._routed_host() if ipaddress.ip_address(bound).is_unspecified else bound
 
     def _routed_host(self) -> str:
         name, target = "MASTER_ADDR", self.store_host or "127.0.0.1"
-        if self.join and not self.store_host:
+        if self.join:  # the store may be gone
             name, target = "GOSSIPDP_JOIN", self.join[0][0]
         host = _look_up(name, target, route=True)
         elsewhere = self.local_world_size is not None and self.local_world_size < self.world_size
         if elsewhere and ipaddress.ip_address(host).is_loopback:
             logger.warning(
-                "MASTER_ADDR %s is loopback, so this worker listens on %s: workers on other "
+                "%s %s is loopback, so this worker listens on %s: workers on other "
                 "machines cannot reach it. Set GOSSIPDP_HOST to an address of this machine if "
                 "there are any.",
+                name,
                 target,
                 host,
             )

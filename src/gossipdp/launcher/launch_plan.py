@@ -278,10 +278,11 @@ class LaunchPlan:
         """Note in torchrun's store that this supervisor ends, and wait for the others if asked.
 
         A supervisor whose worker failed waits, since torchrun would end the others with it.
-        SIGTERM ends the wait at any moment. Without torchrun nothing happens.
+        SIGTERM ends the wait at any moment, as torchrun sends it. Without torchrun nothing happens.
+        A host whose supervisor and torchrun were both killed is waited for as long as it answers.
 
         Returns:
-            The ranks that neither ended nor listened at their addresses for LOST_AFTER_S.
+            The ranks that have not ended, and whose hosts have not answered for LOST_AFTER_S.
         """
         if not self.under_torchrun or self.store is None:
             return []
@@ -297,7 +298,7 @@ class LaunchPlan:
                 others = [rank for rank in others if not store.check([f"{ended}{rank}"])]
                 now = time.monotonic()
                 for rank in others:
-                    if rank in addresses and listens(addresses[rank]):
+                    if rank in addresses and answers(addresses[rank]):
                         heard_at[rank] = now
                 if all(now - heard_at[rank] > LOST_AFTER_S for rank in others):
                     return others
@@ -310,10 +311,12 @@ def inherited_variables(given: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in given.items() if name not in NOT_INHERITED}
 
 
-def listens(address: tuple[str, int]) -> bool:
-    """Return whether a process takes connections at an address."""
+def answers(address: tuple[str, int]) -> bool:
+    """Return whether a host answers at an address: a worker that came back has another port."""
     try:
         socket.create_connection(address, CONNECT_S).close()
+    except ConnectionRefusedError:
+        return True
     except OSError:
         return False
     return True

@@ -28,6 +28,7 @@ from typing import Any, final
 
 from gossipdp import logs
 from gossipdp.errors import WorkerFailedError
+from gossipdp.launcher.cores import num_threads
 from gossipdp.launcher.environment import check_platform
 from gossipdp.launcher.faults import FaultInjector
 from gossipdp.launcher.launch_plan import LaunchPlan, inherited_variables
@@ -41,6 +42,7 @@ from gossipdp.rules import at_least_0, at_least_1, grace_s
 # the layers above. None computes on import: a thread pool that computing starts does not survive
 # the fork. The first optimizer of each worker would import torch._dynamo, in a second of CPU time.
 PRELOADED = [
+    "gossipdp.launcher.own_group",
     "cloudpickle",
     "msgspec",
     "networkx",
@@ -160,7 +162,8 @@ def start_fork_server(also: Sequence[str] = ()) -> None:
     """Start the fork server ahead of the first :func:`launch`; returns at once.
 
     ``also`` are modules that it imports besides torch, so that the workers need not; none may start
-    a thread on import. If the server runs already, this does nothing.
+    a thread on import. If the server runs already, this does nothing. The server leads a
+    process group: a terminal's Ctrl+C does not reach what it forks, also for others who use it.
     """
     from multiprocessing import forkserver
 
@@ -168,12 +171,6 @@ def start_fork_server(also: Sequence[str] = ()) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, *also])
     forkserver.ensure_running()
-
-
-def num_threads(num_workers: int) -> int:
-    """Return the number of compute threads of each of so many workers here."""
-    chosen = os.environ.get("OMP_NUM_THREADS", "")
-    return int(chosen) if chosen.isdigit() else max(1, len(os.sched_getaffinity(0)) // num_workers)
 
 
 @final

@@ -197,7 +197,8 @@ class Supervisor:
         """Start all workers, call ``on_step`` all the while, and return when all have ended.
 
         At SIGINT and SIGTERM the workers get it too, and SIGTERM at SIGHUP: those that save do so,
-        and no worker shows a traceback. A second signal kills them. If ``on_step`` raises, the
+        and no worker shows a traceback. A second SIGINT kills them; others come twice where a shell
+        or a launcher signals its group too. If ``on_step`` raises, the
         workers are ended and the error is raised.
 
         Returns:
@@ -241,7 +242,8 @@ class Supervisor:
         self._take_reports()
         for number in self._caught[self._num_heeded :]:  # the workers may have got it too
             self._num_heeded += 1
-            self.end(signal.SIGTERM if number == signal.SIGHUP else number)
+            if number == signal.SIGINT or not self.ending:
+                self.end(signal.SIGTERM if number == signal.SIGHUP else number)
         now = self._looked_at_s = self._clock()
         for worker in self.running:
             ending = worker.poll()

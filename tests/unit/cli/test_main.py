@@ -1,26 +1,15 @@
 import logging
 import math
 import os
-from collections.abc import Iterator
 
 import pytest
 from run_processes import run_python
 
-from gossipdp import logs
+import gossipdp
 from gossipdp.cli import run as run_command
 from gossipdp.cli.main import COMMANDS, main
 from gossipdp.cli.run import RunArguments, split_script
 from gossipdp.errors import RefusedError, RendezvousError
-
-
-@pytest.fixture(autouse=True)
-def logging_untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    logger = logging.getLogger("gossipdp")
-    before = logger.level, logger.propagate, list(logger.handlers)
-    monkeypatch.setattr(logs, "_handler", None)
-    monkeypatch.setenv("GOSSIPDP_LOG", "")
-    yield
-    logger.level, logger.propagate, logger.handlers = before
 
 
 def test_help_fits_on_a_screen_and_names_every_command():
@@ -30,6 +19,11 @@ def test_help_fits_on_a_screen_and_names_every_command():
     assert all(command in shown for command in COMMANDS)
     rows = sum(max(1, math.ceil(len(line) / 80)) for line in shown.splitlines())
     assert rows <= 23, shown  # of 24: the last is the prompt's
+
+
+def test_the_version_is_shown(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"gossipdp {gossipdp.__version__}\n"
 
 
 @pytest.fixture

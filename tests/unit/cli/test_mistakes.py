@@ -6,10 +6,6 @@ import pytest
 
 from gossipdp.cli.main import main
 
-# What a launcher around these tests may have set.
-TOLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "GOSSIPDP_SECRET")
-
-
 # Mistakes in the words themselves: tyro's box names the option, and the help to call.
 WORDS = [
     ("", "Expected one of {run, plan,", "gossipdp --help"),
@@ -102,8 +98,6 @@ MISTAKES = [
 @pytest.mark.parametrize(("words", "message"), MISTAKES)
 def test_a_mistake_in_the_call_is_one_line(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for name in TOLD:
-        monkeypatch.delenv(name, raising=False)
     for name, text in (("secret", "hush" * 4), ("short", "hush"), ("train.py", "pass\n" * 4000)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o600)

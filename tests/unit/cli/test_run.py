@@ -6,23 +6,14 @@ from pathlib import Path
 import pytest
 
 from gossipdp.cli.main import main
-from gossipdp.cli.run import (
-    RunArguments,
-    _common_variables,
-    _join_line,
-    run,
-    stopped_line,
-)
+from gossipdp.cli.run import RunArguments, _common_variables, _join_line, run, stopped_line
 from gossipdp.launcher import launch_plan, local
 
 TOLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.delenv("GOSSIPDP_SECRET", raising=False)
-    for name in (*TOLD, "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
+def script(tmp_path: Path) -> str:
     (tmp_path / "secret").write_text("hush" * 4)
     (tmp_path / "secret").chmod(0o600)
     path = tmp_path / "train.py"

@@ -6,12 +6,11 @@ import pytest
 
 from gossipdp.gossip import processor
 from gossipdp.gossip.processor import Idle, IdleWatch
+from gossipdp.launcher import cores
 
-CORES = "cpu  0 0 0 0 0 0 0 0 0 0\n"
 
-
-def watch(tmp_path, monkeypatch, cores=(0, 2)) -> IdleWatch:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(cores))
+def watch(tmp_path, monkeypatch) -> IdleWatch:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 2})
     made = IdleWatch()
     made._of_thread, made._of_machine = tmp_path / "schedstat", tmp_path / "stat"
     return made
@@ -20,7 +19,7 @@ def watch(tmp_path, monkeypatch, cores=(0, 2)) -> IdleWatch:
 def write(tmp_path, *, ran_s: float, waited_s: float, idle: dict[int, int], ticks: int) -> None:
     (tmp_path / "schedstat").write_text(f"{int(ran_s * 1e9)} {int(waited_s * 1e9)} 7\n")
     lines = [f"cpu{core} {ticks - each} 0 0 {each} 0 0 0 0 0 0\n" for core, each in idle.items()]
-    (tmp_path / "stat").write_text(CORES + "".join(lines) + "intr 5\n")
+    (tmp_path / "stat").write_text("cpu  0 0 0 0 0 0 0 0 0 0\n" + "".join(lines) + "intr 5\n")
 
 
 def test_what_ran_or_waited_was_busy_and_other_cores_do_not_count(tmp_path, monkeypatch):
@@ -95,8 +94,8 @@ def test_what_a_container_may_not_use_is_not_idle(name, throttled, tmp_path, mon
     tell(7000, 100, 30)
     times_s = iter([1.0, 1.1])
     monkeypatch.setattr(processor.time, "process_time", lambda: next(times_s))
-    monkeypatch.setattr(processor, "GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(processor, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(cores, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(cores, "OWN_GROUPS", tmp_path / "own")
     made = watch(tmp_path, monkeypatch)
     write(tmp_path, ran_s=1.0, waited_s=0.0, idle={0: 0, 2: 0}, ticks=0)
     made.look(0.0)

@@ -18,8 +18,6 @@ from gossipdp.protocol.messages import Epoch
 from gossipdp.protocol.reduction import Blame, Reduction, tree
 
 EPOCH = epoch(1)
-NUM_CHUNKS = 1
-INTEGERS = torch.tensor([3, 4])
 
 
 class Link:
@@ -54,7 +52,7 @@ class Member:
             origin=EPOCH,
         )
         self.links = {peer: Link(peer) for peer in range(3) if peer != rank}
-        state = State([self.x, Segment(INTEGERS.clone(), Role.COPIED)])
+        state = State([self.x, Segment(torch.tensor([3, 4]), Role.COPIED)])
         links: Mapping[int, Any] = self.links
         self.averages = SimpleNamespace(sum_of=lambda name: None)
         self.num_poisoned = 0
@@ -67,9 +65,8 @@ class Member:
     def begin(self, name: Epoch) -> None:
         actions: list[Any] = []
         blame = Blame(self.rank) if self.rank == 0 else None
-        parents = tree(range(3))
         self.reduction = Reduction(
-            name, self.rank, parents, NUM_CHUNKS, actions, blame=blame, divisor=3
+            name, self.rank, tree(range(3)), 1, actions, blame=blame, divisor=3
         )
         self.reduction.advance()
 

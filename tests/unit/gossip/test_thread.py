@@ -27,14 +27,8 @@ def loop_of(**changes: Any) -> Any:
     """Return a loop whose turns fail."""
     clock = SimpleNamespace(timed_from_step=math.inf)
     protocol = SimpleNamespace(rank=0, clock=clock, exchange_rate=None)
-    plain = {
-        "protocol": protocol,
-        "clock": lambda: 0.0,
-        "transport": SimpleNamespace(wake=lambda: None),
-        "its_thread": nullcontext,
-        "turn": fail,
-        "close": lambda: None,
-    }
+    plain = {"protocol": protocol, "clock": lambda: 0.0, "turn": fail, "close": lambda: None}
+    plain |= {"transport": SimpleNamespace(wake=lambda: None), "its_thread": nullcontext}
     return SimpleNamespace(**plain | changes)
 
 

@@ -26,8 +26,6 @@ class QueueLink(MemoryLink):
 
 
 class End:
-    """One worker."""
-
     def __init__(self, rank: int) -> None:
         generator = torch.Generator().manual_seed(rank)
         segments = [
@@ -41,14 +39,9 @@ class End:
         self.now = 0.0
         self.refusal: str | None = None
         self.dialled: list[int] = []
-        self.transfers = transfer.Transfers(
-            self.state.all_chunks,
-            links=self.links,
-            send=self.send,
-            dial=self.dialled.append,
-            refusal=lambda: self.refusal,
-            clock=lambda: self.now,
-        )
+        ways = {"links": self.links, "send": self.send, "dial": self.dialled.append}
+        ways |= {"refusal": lambda: self.refusal, "clock": lambda: self.now}
+        self.transfers = transfer.Transfers(self.state.all_chunks, **ways)
         self.transfers.has_state = True
         self.transfers.offer = lambda key: self.optimizers
         self.optimizers: transfer.Offer | None = None
@@ -60,7 +53,6 @@ class End:
         self.links[peer].queue.append((message,))
 
     def fetch(self, peer):
-        """Ask for the parameters alone."""
         self.transfers.fetch(peer, None, self.ended.append, TIMEOUT_S)
 
     def keep(self, *sizes: int, text: bytes = b"some text", fill: int = 1) -> list[torch.Tensor]:
@@ -140,7 +132,6 @@ def ends() -> tuple[End, End]:
 
 
 def has_taken(giver: End, taker: End) -> bool:
-    """Return whether the taker's parameters are the giver's."""
     return all(torch.equal(x, y) for x, y in zip(giver.values, taker.values, strict=True))
 
 
@@ -372,21 +363,6 @@ def test_poisoned_parameters_and_buffers_are_not_taken(ends, segment):
     assert torch.equal(taker.values[segment][-5:], before)
 
 
-def test_silence_ends_a_fetch_and_each_chunk_defers_that(ends):
-    giver, taker = ends
-    taker.fetch(0)
-    taker.now = 0.9 * TIMEOUT_S
-    deliver(giver, taker, at_most=2)
-    assert taker.transfers.num_chunks_received == 1
-    taker.now = 1.8 * TIMEOUT_S
-    taker.transfers.pump()
-    assert taker.ended == []
-    taker.now = 2 * TIMEOUT_S
-    taker.transfers.pump()
-    assert "sent nothing" in str(taker.ended[0])
-    assert taker.links[0].closed, "so that the rest is not sent"
-
-
 def test_a_process_that_holds_no_value_has_its_state_at_once(ends):
     _, taker = ends
     taker.transfers._chunks = ()
@@ -395,7 +371,7 @@ def test_a_process_that_holds_no_value_has_its_state_at_once(ends):
     assert not taker.links[0].queue
 
 
-def test_bytes_of_a_chunk_defer_the_end_of_a_fetch(ends):
+def test_silence_ends_a_fetch_and_bytes_of_a_chunk_defer_that(ends):
     """On a slow link a chunk may take longer than the time-out."""
     _, taker = ends
     taker.fetch(0)
@@ -407,6 +383,7 @@ def test_bytes_of_a_chunk_defer_the_end_of_a_fetch(ends):
     taker.now += 1.1 * TIMEOUT_S
     taker.transfers.pump()
     assert "sent nothing" in str(taker.ended[0])
+    assert taker.links[0].closed, "so that the rest is not sent"
 
 
 def test_a_state_that_nobody_waits_for_any_more_is_not_asked_for():

@@ -1,5 +1,4 @@
 import ipaddress
-import logging
 import os
 import sys
 from contextlib import nullcontext
@@ -10,13 +9,8 @@ import pytest
 from run_processes import TORCHRUN
 
 from gossipdp.errors import RendezvousError
-from gossipdp.launcher.environment import (
-    REQUIRED,
-    Environment,
-    check_platform,
-    first_host,
-    without_launcher_variables,
-)
+from gossipdp.launcher import environment as environments
+from gossipdp.launcher.environment import Environment, check_platform, first_host
 
 SECRET = "a secret of this test"
 SECRET_BYTES = SECRET.encode()
@@ -31,8 +25,7 @@ def test_a_store_on_loopback_means_loopback(store_host, caplog):
 
 
 def test_loopback_with_workers_elsewhere_warns(caplog):
-    with caplog.at_level(logging.WARNING, "gossipdp"):
-        Environment.read(TORCHRUN).choose_host()
+    Environment.read(TORCHRUN).choose_host()
     assert "Set GOSSIPDP_HOST" in caplog.text
 
 
@@ -153,7 +146,7 @@ def without(missing: str) -> dict[str, str]:
         (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000"),
         (TORCHRUN | {"GOSSIPDP_PORT": "-2"}, "GOSSIPDP_PORT is -1"),
         (TORCHRUN | {"GOSSIPDP_SECRET": "15 letters long"}, "GOSSIPDP_SECRET has 15 bytes; give"),
-        *((without(each), f"but not {each}: start the workers with") for each in REQUIRED),
+        *((without(it), f"but not {it}: start the workers with") for it in environments.REQUIRED),
         (JOIN, "GOSSIPDP_JOIN is set, but not GOSSIPDP_RUN_ID"),
         (JOIN | {"GOSSIPDP_JOIN": "10.0.0.1"}, "GOSSIPDP_JOIN is '10.0.0.1'; write HOST:PORT"),
         ({"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4"}, "but not MASTER_ADDR, MASTER_PORT"),
@@ -172,6 +165,14 @@ def test_a_bad_value_is_named(variables, message):
 MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 SHARD = MASTER | {"RANK": "1", "WORLD_SIZE": "2", "GOSSIPDP_RANK": "2", "GOSSIPDP_WORLD_SIZE": "3"}
 SHARD |= {"GOSSIPDP_MASTER_ADDR": "::1", "GOSSIPDP_MASTER_PORT": "7"}
+
+
+def test_who_joins_listens_where_its_contact_is_reached_though_the_store_has_gone():
+    variables = TORCHRUN | {"MASTER_ADDR": "gone.invalid", "GOSSIPDP_RUN_ID": "r"}
+    environment = Environment.read(variables | {"GOSSIPDP_JOIN": "127.0.0.1:9"})
+    assert environment.choose_host() == "127.0.0.1"
+
+
 JOINS = JOIN | {"GOSSIPDP_RUN_ID": "r", "GOSSIPDP_RANK": "", "GOSSIPDP_WORLD_SIZE": "0"}
 
 
@@ -219,21 +220,19 @@ def environment():
 def test_hidden_variables_are_read_by_us_alone_and_come_back():
     before = Environment.read()
     assert (before.rank, before.world_size, before.run_id) == (3, 4, "one")
-    with without_launcher_variables():
-        assert now() == KEPT
-        assert Environment.read() == before
-        with without_launcher_variables():
+    with environments.without_launcher_variables():
+        assert (now(), Environment.read()) == (KEPT, before)
+        with environments.without_launcher_variables():
             assert Environment.read() == before
         assert now() == KEPT
-    assert now() == LAUNCHED | KEPT
-    assert Environment.read() == before
-    with pytest.raises(KeyError), without_launcher_variables():
+    assert (now(), Environment.read()) == (LAUNCHED | KEPT, before)
+    with pytest.raises(KeyError), environments.without_launcher_variables():
         raise KeyError
     assert now() == LAUNCHED | KEPT
 
 
 def test_a_value_set_within_is_not_kept_for_another():
-    with without_launcher_variables():
+    with environments.without_launcher_variables():
         os.environ["WORLD_SIZE"] = "1"
     assert os.environ["WORLD_SIZE"] == "4"
     del os.environ["RANK"], os.environ["WORLD_SIZE"]

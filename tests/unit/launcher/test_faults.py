@@ -2,7 +2,6 @@
 
 import signal
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
@@ -15,14 +14,12 @@ KILLED = "died of signal 9 (SIGKILL)"
 class Scene:
     """Workers without processes, a clock, and the signals that were sent: (seconds, rank, one)."""
 
-    def __init__(
-        self, text: str, num_workers: int = 3, ranks: range | None = None, **options: Any
-    ) -> None:
+    def __init__(self, text: str, num_workers: int = 3, ranks: range | None = None) -> None:
         self.now = self.began_s = 100.0
         self.lines: list[str] = []
         self.sent: list[tuple[float, int, int]] = []
-        options |= {"say": self.lines.append, "clock": lambda: self.now}
-        self.injector = FaultInjector(FaultPlan.parse(text), num_workers, **options)
+        plan, clock = FaultPlan.parse(text), lambda: self.now
+        self.injector = FaultInjector(plan, num_workers, say=self.lines.append, clock=clock)
         self.ranks = ranks or range(num_workers)
         self.running, self.training = set(self.ranks), set(self.ranks)
 

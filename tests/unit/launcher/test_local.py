@@ -1,13 +1,15 @@
+import math
 import os
 import signal
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from run_processes import wait_until_gone
 
 from gossipdp.errors import RendezvousError
-from gossipdp.launcher import reports
+from gossipdp.launcher import cores, reports
 from gossipdp.launcher.launch_plan import LaunchPlan
 from gossipdp.launcher.local import ForkedWorker, ScriptWorker
 from gossipdp.launcher.supervisor import Supervisor
@@ -22,6 +24,16 @@ def supervise(code: str, n: int, **options: object) -> tuple[int | None, Supervi
 
     supervisor = Supervisor(plan, start, **options)
     return supervisor.run(), supervisor
+
+
+@pytest.mark.parametrize(
+    ("limit", "num_workers", "expected"), [(4.5, 2, 2), (4.5, 8, 1), (math.inf, 2, 32)]
+)
+def test_threads_heed_the_limit_of_a_container(monkeypatch, limit, num_workers, expected):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    monkeypatch.setattr(cores, "limit", lambda: (limit, Path()))
+    assert cores.num_threads(num_workers) == expected
 
 
 @pytest.mark.processes

@@ -1,5 +1,4 @@
 import json
-import logging
 import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -10,13 +9,13 @@ from unittest import mock
 
 import msgspec
 import pytest
+from run_processes import listens
 from torch.distributed import HashStore
 from waiting import LONGEST_S, wait_until
 
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher import rendezvous
 from gossipdp.launcher.environment import Environment
-from gossipdp.launcher.launch_plan import listens
 from gossipdp.launcher.rendezvous import Rendezvous, RendezvousResult, Settings
 from gossipdp.launcher.store import connect
 
@@ -106,8 +105,7 @@ def test_the_networks_of_all_shards_are_of_one_run():
 def test_all_learn_the_same_and_of_a_secret_that_strangers_may_read(host, given, warns, caplog):
     store = HashStore()
     environments = [replace(environment(rank, **given), store_host=host) for rank in range(3)]
-    with caplog.at_level(logging.WARNING, "gossipdp"):
-        first, *others = meet(environments, store)
+    first, *others = meet(environments, store)
     assert others == [first] * 2
     assert first.addresses == {rank: ("127.0.0.1", 100 + rank) for rank in range(3)}
     assert ("everyone who reaches the store at" in caplog.text) == warns

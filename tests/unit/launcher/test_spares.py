@@ -135,24 +135,20 @@ def test_a_script_sees_what_it_would_in_a_new_interpreter(start, folder, words, 
     assert new["main"] is new["own"] is new["group"] is new["reports"] is True
 
 
-def waiting(spares: Spares) -> list[ScriptWorker]:
-    return list(spares._waiting)
-
-
 def test_as_many_as_are_wanted_are_kept_and_end_with_the_run(folder, without_torch):
     # A spare that were to run without being told would leave this file.
     given = without_torch | {"FILE": str(folder / "unused")}
     spares = Spares([str(folder / "scripts" / "train.py")], given, 2)
     for _ in range(2):
         spares.prepare()
-    first, second = waiting(spares)
+    first, second = spares._waiting
     file = folder / "seen"
     worker = spares.start(without_torch | {"FILE": str(file)})
     assert worker is first
-    assert waiting(spares) == [second]
+    assert spares._waiting == [second]
     spares.prepare()
-    assert waiting(spares)[0] is second
-    third = waiting(spares)[1]
+    assert spares._waiting[0] is second
+    third = spares._waiting[1]
     spares.close()
     assert not any(runs(each.pid) for each in (second, third))
     seen_by(worker, file)
@@ -163,7 +159,7 @@ def test_as_many_as_are_wanted_are_kept_and_end_with_the_run(folder, without_tor
 def test_one_that_has_died_is_not_used_and_no_other_is_kept(folder, without_torch):
     spares = Spares([str(folder / "scripts" / "train.py")], without_torch, 1)
     spares.prepare()
-    (dead,) = waiting(spares)
+    (dead,) = spares._waiting
     os.kill(dead.pid, signal.SIGKILL)
     wait_until(lambda: dead.poll() is not None, "it has died")
     file = folder / "seen"
@@ -172,17 +168,17 @@ def test_one_that_has_died_is_not_used_and_no_other_is_kept(folder, without_torc
     seen_by(worker, file)
     worker.close()
     spares.prepare()
-    (other,) = waiting(spares)
+    (other,) = spares._waiting
     os.kill(other.pid, signal.SIGKILL)
     wait_until(lambda: other.poll() is not None, "it has died")
     spares.prepare()
-    assert waiting(spares) == []
+    assert spares._waiting == []
 
 
 def test_variables_that_do_not_fit_into_the_pipe_take_a_new_interpreter(folder, without_torch):
     spares = Spares([str(folder / "scripts" / "train.py")], without_torch, 1)
     spares.prepare()
-    (spare,) = waiting(spares)
+    (spare,) = spares._waiting
     os.kill(spare.pid, signal.SIGSTOP)  # it takes nothing out
     file = folder / "seen"
     worker = spares.start(without_torch | {"FILE": str(file), "LONG": "x" * 100_000})
@@ -214,7 +210,7 @@ def test_a_system_without_another_process_keeps_its_workers(monkeypatch):
 def test_what_is_no_file_of_python_has_no_spare(tmp_path):
     spares = Spares([str(tmp_path)], {}, 1)
     spares.prepare()
-    assert waiting(spares) == []
+    assert spares._waiting == []
 
 
 def test_a_torch_that_cannot_be_imported_is_the_script_s_error(folder, without_torch):
@@ -222,8 +218,7 @@ def test_a_torch_that_cannot_be_imported_is_the_script_s_error(folder, without_t
     script = folder / "scripts" / "train.py"
     script.write_text("import sys\nprint(sys.orig_argv[1:])\nimport torch")
     done = run_python("-c", PROGRAM, str(script), "a", environment=without_torch, input="{}")
-    assert done.returncode == 1
-    assert done.stdout == f"{[str(script), 'a']}\n"
+    assert (done.returncode, done.stdout) == (1, f"{[str(script), 'a']}\n")
     assert done.stderr.count("ImportError: broken") == 1
 
 

@@ -9,22 +9,14 @@ from typing import Any
 
 import pytest
 
+from gossipdp.launcher import supervisor as supervision
 from gossipdp.launcher.environment import Environment
 from gossipdp.launcher.faults import FaultInjector, FaultPlan
 from gossipdp.launcher.launch_plan import JoinInfo, LaunchPlan
 from gossipdp.launcher.processes import Ending, SupervisedWorker, WorkerProcess, exit_reason
 from gossipdp.launcher.reports import Report, report_variables, send_report
 from gossipdp.launcher.store import HostedStore
-from gossipdp.launcher.supervisor import (
-    FIRST_DELAY_S,
-    GRACE_S,
-    MAX_DELAY_S,
-    PATIENCE_S,
-    UNKILLABLE_S,
-    Failure,
-    Supervisor,
-    describe,
-)
+from gossipdp.launcher.supervisor import FIRST_DELAY_S, GRACE_S, PATIENCE_S, Failure, Supervisor
 
 CRASH, KILLED = Ending("ended with exit code 1", "ValueError: no"), Ending(exit_reason(-9))
 
@@ -181,8 +173,7 @@ def test_a_failure_before_the_run_began_ends_the_others(make):
     assert setting.workers[2].is_killed
     assert setting.signalled(signal.SIGKILL) == {2}
     assert not setting.die(2, how=KILLED, at=[5])
-    assert setting.failed == [0, 1]
-    assert setting.failures == [(0, False), (1, False)]
+    assert (setting.failed, setting.failures) == ([0, 1], [(0, False), (1, False)])
     assert setting.restarted == []
 
 
@@ -330,23 +321,23 @@ def test_a_process_that_cannot_be_killed_is_given_up(make):
     setting = make()
     setting.supervisor.end()
     assert setting.step(PATIENCE_S + 1)
-    assert not setting.step(PATIENCE_S + 1 + UNKILLABLE_S)
+    assert not setting.step(PATIENCE_S + 1 + supervision.UNKILLABLE_S)
 
 
 def test_identical_failures_are_described_once_and_the_first_life_first():
     lost = Ending("ended with exit code 1", "RendezvousError: no worker to join")
-    assert describe([Failure(1, (KILLED, lost))]) == (
+    assert supervision.describe([Failure(1, (KILLED, lost))]) == (
         "worker 1 died of signal 9 (SIGKILL); started again, it ended with exit code 1:\n"
         "RendezvousError: no worker to join"
     )
-    assert describe([Failure(1, (CRASH, KILLED, lost))]).endswith("\nValueError: no")
-    text = describe([Failure(2, (CRASH,)), Failure(0, (KILLED,)), Failure(1, (CRASH,))])
+    assert supervision.describe([Failure(1, (CRASH, KILLED, lost))]).endswith("\nValueError: no")
+    text = supervision.describe([Failure(2, (CRASH,)), Failure(0, (KILLED,)), Failure(1, (CRASH,))])
     assert text == (
         "workers 1, 2 ended with exit code 1:\nValueError: no\n\n"
         "worker 0 died of signal 9 (SIGKILL)"
     )
     both = [Failure(0, (KILLED,)), Failure(-2, (KILLED,))]
-    assert describe(both).startswith("workers +1, 0 died of")
+    assert supervision.describe(both).startswith("workers +1, 0 died of")
 
 
 def test_the_one_that_died_is_started_again_and_no_other(make):
@@ -359,8 +350,7 @@ def test_the_one_that_died_is_started_again_and_no_other(make):
     assert (again.rank, again.num_restarts, again.run_id) == (1, 1, "run")
     assert again.join == (("127.0.0.1", 1002), ("127.0.0.1", 1000))
     assert not setting.die(0, 1, 2, how=Ending(), at=[20])
-    assert setting.failed == []
-    assert setting.failures == [(1, True)]
+    assert (setting.failed, setting.failures) == ([], [(1, True)])
     assert len(setting.restarted) == 1
 
 
@@ -399,8 +389,7 @@ def test_a_limit_of_descriptors_that_is_lowered_ends_no_worker(make, monkeypatch
     setting = make(begun=True, max_restarts=3)
     monkeypatch.setattr("multiprocessing.connection.wait", wait)
     assert setting.die(0, at=[1.0, 1.2])
-    assert setting.restarted == [(0, 1.2)]
-    assert setting.running == {0, 1, 2}
+    assert (setting.restarted, setting.running) == ([(0, 1.2)], {0, 1, 2})
 
 
 def test_the_delay_doubles_up_to_its_cap_and_each_worker_has_its_own(make):
@@ -417,7 +406,7 @@ def test_the_delay_doubles_up_to_its_cap_and_each_worker_has_its_own(make):
             setting.step(now)
         return now - died_at
 
-    expected = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, *3 * [MAX_DELAY_S]]
+    expected = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, *3 * [supervision.MAX_DELAY_S]]
     assert [delay(0) for _ in range(10)] == pytest.approx(expected, abs=0.06)
     assert delay(1) == pytest.approx(0.1, abs=0.06)
     assert setting.workers[0].environment.num_restarts == 10
@@ -428,8 +417,7 @@ def test_the_budget_is_common_to_all_workers(make):
     for rank in range(3):
         setting.die(rank, at=[1.0, 2.0])
     assert [rank for rank, _ in setting.restarted] == [0, 1]
-    assert setting.failed == [2]
-    assert setting.running == {0, 1}
+    assert (setting.failed, setting.running) == ([2], {0, 1})
 
 
 @pytest.mark.parametrize("killed", [(0, 1), (1, 0)])
@@ -536,7 +524,8 @@ def test_a_signal_that_ends_the_workers_too_makes_no_failure(make, monkeypatch, 
             worker.how = Ending(exit_reason(-number))
             worker.report(saves=True)
         if not setting.supervisor.ending:
-            signal.raise_signal(number)
+            for _ in range(2):  # to the process, and to its group
+                signal.raise_signal(number)
 
     monkeypatch.setattr("multiprocessing.connection.wait", wait)
     try:
@@ -544,6 +533,7 @@ def test_a_signal_that_ends_the_workers_too_makes_no_failure(make, monkeypatch, 
     finally:
         signal.signal(number, before)
     assert setting.signalled(signal.SIGTERM) == {0, 1, 2}
+    assert setting.signalled(signal.SIGKILL) == set()
     assert setting.failures == []
 
 
