@@ -1,9 +1,8 @@
 """Checkpoints of several real workers: resumed by as many and by fewer."""
 
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -77,25 +76,6 @@ def resume_and_look(directory: str, steps: int) -> Any:
     return start, total, own, result, exchanges, model.state_dict()
 
 
-@pytest.fixture(scope="module")
-def saved(workers: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("run")
-    results = workers(train_and_save, NUM_WORKERS, (str(directory),))
-    for rank, (path, samples, exchanges, failed) in enumerate(results):
-        assert Path(path).parent.name == f"worker-{rank}"
-        assert (samples, failed) == (BATCH * (STEPS + rank), 0)
-        assert exchanges > 0
-    for rank, files in saved_in(directory).items():
-        assert len(files) == 2
-        assert files[0].steps == STEPS + rank
-    return directory
-
-
-@pytest.fixture
-def directory(saved: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / "run"))
-
-
 def tensors_of(directory: Path, rank: int) -> dict[str, Tensor]:
     tensors, training = read(file_path(directory, rank, saved_in(directory)[rank][0].step))
     held = [each for each in tree_leaves(training) if isinstance(each, Tensor)]
@@ -110,10 +90,17 @@ def is_among(tensor: Tensor, held: Iterable[Tensor]) -> bool:
 TOTAL = BATCH * sum(STEPS + rank for rank in range(NUM_WORKERS))
 
 
-def test_as_many_workers_go_on_with_every_bit(workers, directory):
-    files = [tensors_of(directory, rank) for rank in range(NUM_WORKERS)]
+def test_as_many_workers_go_on_with_every_bit(workers, tmp_path):
+    saved = workers(train_and_save, NUM_WORKERS, (str(tmp_path),))
+    for rank, (path, samples, exchanges, failed) in enumerate(saved):
+        assert Path(path).parent.name == f"worker-{rank}"
+        assert (samples, failed) == (BATCH * (STEPS + rank), 0)
+        assert exchanges > 0
+    for rank, kept in saved_in(tmp_path).items():
+        assert (len(kept), kept[0].steps) == (2, STEPS + rank)
+    files = [tensors_of(tmp_path, rank) for rank in range(NUM_WORKERS)]
     assert all(any(name.startswith("c/") and t.any() for name, t in f.items()) for f in files)
-    results = workers(resume_and_look, NUM_WORKERS, (str(directory), 10))
+    results = workers(resume_and_look, NUM_WORKERS, (str(tmp_path), 10))
     for rank, (start, total, own, result, _, end) in enumerate(results):
         file = files[rank]
         names = {name for name in start if name.startswith(("model/", "c/"))}
@@ -127,11 +114,11 @@ def test_as_many_workers_go_on_with_every_bit(workers, directory):
         assert TOTAL <= total <= result.samples  # the others may have begun
         assert result.samples == TOTAL + NUM_WORKERS * 10 * BATCH
         assert result.gradient_steps * BATCH == result.samples
-        before = torch.load(directory / f"{rank}-before.pt", weights_only=True)
+        before = torch.load(tmp_path / f"{rank}-before.pt", weights_only=True)
         assert before.keys() == end.keys()
         for exported in (
-            torch.load(directory / f"{rank}.pt", weights_only=True),
-            safetensors.torch.load_file(directory / f"{rank}.safetensors"),
+            torch.load(tmp_path / f"{rank}.pt", weights_only=True),
+            safetensors.torch.load_file(tmp_path / f"{rank}.safetensors"),
         ):
             assert exported.keys() == end.keys()
             assert all(torch.equal(exported[name], end[name]) for name in end)

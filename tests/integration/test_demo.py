@@ -4,7 +4,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -15,7 +14,7 @@ from waiting import LONGEST_S
 from gossipdp.launcher import faults
 from gossipdp.launcher.faults import FaultInjector
 from gossipdp.launcher.processes import SupervisedWorker
-from gossipdp_lab.demo import DEFAULT_SAMPLES, DemoArguments
+from gossipdp_lab.demo import DemoArguments
 from gossipdp_lab.demo import training as demo_training
 from gossipdp_lab.demo.command import run
 from gossipdp_lab.demo.compare import Verdict
@@ -23,19 +22,6 @@ from gossipdp_lab.demo.training import DIGEST
 from gossipdp_lab.report.run_log import RunLog
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the faults decide how long the run takes."""
-    monkeypatch.setitem(DEFAULT_SAMPLES, "digits", 3200)
-
-
-def demo(directory: Path, **options: Any) -> tuple[int, dict[str, Any]]:
-    results = directory / "results.json"
-    code = run(DemoArguments(output=directory / "run", json=results, **options))
-    assert not list((directory / "run").glob("averaged_model-*"))
-    return code, json.loads(results.read_text())
 
 
 def train_until_all_are_back(
@@ -56,7 +42,6 @@ def test_a_kill_is_noticed_and_the_worker_comes_back(tmp_path, monkeypatch):
     deadline_s = time.monotonic() + 2 * LONGEST_S
 
     def witnesses(rank: int, what: str) -> set[int]:
-        """Return the workers that have noticed it of this one."""
         logs = RunLog.read(tmp_path / "run").workers
         seen = {other: [(each.rank, each.kind) for each in logs[other].noticed] for other in logs}
         return {other for other, notices in seen.items() if (rank, what) in notices}
@@ -77,8 +62,10 @@ def test_a_kill_is_noticed_and_the_worker_comes_back(tmp_path, monkeypatch):
     monkeypatch.setattr(demo_training, "train_worker", train_until_all_are_back)
     # Samples enough for the accuracy below, however slow the machine is.
     options = {"workers": 3, "faults": "kill 0 at 1s", "samples": 12_800, "restart": True}
-    code, results = demo(tmp_path, **options)
-    assert code == 0
+    paths = {"output": tmp_path / "run", "json": tmp_path / "results.json"}
+    assert run(DemoArguments(**paths, **options)) == 0
+    assert not list((tmp_path / "run").glob("averaged_model-*"))
+    results = json.loads((tmp_path / "results.json").read_text())
     (kill,) = results["faults"]
     assert (kill["rank"], kill["kind"]) == (0, "kill")
     assert kill["at_s"] >= 1.0

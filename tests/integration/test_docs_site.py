@@ -21,7 +21,6 @@ def test_every_link_leads_somewhere_and_nothing_comes_from_elsewhere(tmp_path):
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """Write a site of one page, and a file beside its documentation."""
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text("# A page\n")
     (tmp_path / "examples").mkdir()

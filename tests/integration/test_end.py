@@ -19,13 +19,11 @@ from gossipdp.links.clock import since_boot_s
 pytestmark = pytest.mark.processes
 
 
-def wrap(
-    log: Path, rate: float = 0.01, timeout_s: float = 5.0, **options: Any
-) -> tuple[GossipDataParallel, Callable[[], None]]:
+def wrap(log: Path, timeout_s: float = 5.0, **options: Any) -> Any:
     """Return a wrapped model, and a function that makes a step; its warnings go to ``log``."""
     logging.getLogger("gossipdp").addHandler(logging.FileHandler(log / f"{os.getpid()}.log"))
     net = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=rate)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     model = GossipDataParallel(net, optimizer, network=Network(timeout_s=timeout_s), **options)
 
     def step() -> None:

@@ -1,7 +1,6 @@
 """Workers that are killed, stopped, started again: with real processes."""
 
 import functools
-import itertools
 import json
 import os
 import signal
@@ -25,16 +24,13 @@ pytestmark = pytest.mark.processes
 SILENCE_S = 1.0
 
 
-def make_net() -> nn.Module:
-    torch.manual_seed(int(os.environ.get("RANK") or 99))
-    return nn.Sequential(nn.Linear(16, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 4))
-
-
 class Worker:
     """One worker that trains, looks at its protocol between steps, and keeps a diary in a file."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
-        self.net = make_net()
+        torch.manual_seed(int(os.environ.get("RANK") or 99))
+        layers = nn.Linear(16, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 4)
+        self.net = nn.Sequential(*layers)
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.003)
         options = {"network": Network(timeout_s=SILENCE_S, start_timeout_s=60.0), **options}
         self.model = GossipDataParallel(self.net, self.optimizer, **options)
@@ -50,14 +46,13 @@ class Worker:
     def protocol(self) -> Any:
         return self.model._worker._protocol
 
-    def step(self, inputs: Any = None, pause_s: float = 0.005) -> None:
+    def step(self) -> None:
         self.optimizer.zero_grad()
-        inputs = self.inputs if inputs is None else inputs
-        nn.functional.cross_entropy(self.model(inputs), self.labels[: len(inputs)]).backward()
+        nn.functional.cross_entropy(self.model(self.inputs), self.labels).backward()
         self.optimizer.step()
         for member in self.protocol.membership.members():
             self.note(f"{member.rank} {member.status.name}")
-        time.sleep(pause_s)
+        time.sleep(0.005)
 
     def note(self, event: str) -> None:
         self.seen.setdefault(event, time.monotonic())
@@ -69,16 +64,9 @@ class Worker:
     def train_until(self, condition: Callable[[], bool]) -> None:
         wait_until(condition, lambda: f"worker {self.model.rank} has seen {self.seen}", self.step)
 
-    def noticed(self, kind: str, rank: int | None = None) -> bool:
-        """Return whether this worker has noticed that of ``rank``, or of any if it is None."""
-        return any(
-            notice.kind == kind and rank in (None, notice.rank)
-            for notice in self.model.stats().noticed
-        )
-
-    def train_until_exchanged(self, times: int = 1) -> None:
-        wanted = self.model.stats().exchanges + times
-        self.train_until(lambda: self.model.stats().exchanges >= wanted)
+    def train_until_exchanged(self) -> None:
+        before = self.model.stats().exchanges
+        self.train_until(lambda: self.model.stats().exchanges > before)
 
     def finish(self, consolidate: Callable[..., Any] = GossipDataParallel.consolidate) -> None:
         result = consolidate(self.model)
@@ -120,31 +108,10 @@ DEATHS = {0: 0.5, 2: 0.7}
 
 
 def die_one_by_one(directory: Path) -> None:
-    """Let two of a ring of four die: the others, opposite each other, exchange from then on.
-
-    The processes of the first one's loader outlive it, and must hold no connection of its.
-    """
+    """Let two of a ring of four die: the others, opposite each other, exchange from then on."""
     worker = Worker(directory, graph="ring", network=PATIENT)
-    if worker.model.rank == 0:
-        # Linked to both neighbours: what is there at a fork is what a child could hold.
-        worker.train_until(lambda: len(worker.model.stats().exchanges_by_neighbour) == 2)
-        data = torch.utils.data.TensorDataset(worker.inputs.repeat(40, 1))
-        options = {"persistent_workers": True, "multiprocessing_context": "fork"}
-        # A session of their own: the launcher ends its worker's process group, and the kernel
-        # hangs up on a stopped group whose parent dies in the same session.
-        options["worker_init_fn"] = lambda _: os.setsid()
-        loader = torch.utils.data.DataLoader(data, batch_size=32, num_workers=2, **options)
-        for (inputs,) in itertools.chain.from_iterable(itertools.repeat(loader)):
-            worker.step(inputs)
-            if time.monotonic() > worker.began_s + DEATHS[0]:
-                break
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
-        (directory / "children").write_text(children)
-        pids = [int(child) for child in children.split()]
-        worker.train_until(lambda: all(os.getsid(pid) == pid for pid in pids))
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)  # else they end when they miss their parent
     if worker.model.rank in DEATHS:
+        worker.train_until(lambda: len(worker.model.stats().exchanges_by_neighbour) == 2)
         worker.train(DEATHS[worker.model.rank])
         worker.die()
     worker.train_until(lambda: all(f"{rank} DEAD" in worker.seen for rank in DEATHS))
@@ -155,14 +122,8 @@ def die_one_by_one(directory: Path) -> None:
 
 
 def test_the_dead_are_noticed_and_the_others_train_on(workers, tmp_path):
-    try:
-        with pytest.raises(WorkerFailedError, match="SIGKILL"):
-            workers(die_one_by_one, 4, (tmp_path,))
-    finally:
-        children = (tmp_path / "children").read_text().split()
-        for child in children:
-            os.kill(int(child), signal.SIGKILL)
-    assert len(children) >= 2
+    with pytest.raises(WorkerFailedError, match="SIGKILL"):
+        workers(die_one_by_one, 4, (tmp_path,))
     ends = diaries(tmp_path)
     assert [(end["rank"], end["num_workers"]) for end in ends] == [(1, 2), (3, 2)]
     brought = [torch.load(path) for path in tmp_path.glob("brought-*.pt")]
@@ -189,7 +150,9 @@ def stop_for_a_while(directory: Path) -> None:
     if worker.model.rank == 0:
         worker.train_until_exchanged()
         os.kill(int((directory / "pid-1").read_text()), signal.SIGCONT)
-    worker.train_until(lambda: worker.noticed("answered", 1))
+    worker.train_until(
+        lambda: (1, "answered") in [(each.rank, each.kind) for each in worker.model.stats().noticed]
+    )
     worker.finish()
 
 

@@ -1,7 +1,6 @@
 """Notebooks: the example from the first cell to the last, and one as its user goes through it."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
@@ -47,8 +46,6 @@ def train(num_epochs):
 @pytest.fixture(autouse=True)
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    for variable in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(variable, raising=False)
 
 
 CHECK = """
@@ -74,19 +71,11 @@ def test_a_first_run_in_a_kernel():
     assert found["accuracy"] > 0.8
 
 
-@pytest.fixture
-def kernel(tmp_path: Path) -> Iterator[KernelManager]:
-    manager = KernelManager(kernel_name="python3")
-    manager.start_kernel(cwd=str(tmp_path))
-    yield manager
-    manager.shutdown_kernel(now=True)
-    manager.cleanup_resources()
-
-
-def test_train_look_train_on_and_interrupt(kernel, tmp_path):
+def test_train_look_train_on_and_interrupt(tmp_path):
+    kernel = KernelManager(kernel_name="python3")
+    kernel.start_kernel(cwd=str(tmp_path))
     client = kernel.blocking_client()
     client.start_channels()
-    client.wait_for_ready(timeout=LONGEST_S)
 
     def result(request: str) -> str:
         """Return what a cell shows at its end, or its error."""
@@ -103,6 +92,7 @@ def test_train_look_train_on_and_interrupt(kernel, tmp_path):
         return result(client.execute(code, stop_on_error=False))
 
     try:
+        client.wait_for_ready(timeout=LONGEST_S)
         assert run(f"{WRAP}\ntrain(2)") == "[0, 1]"
         assert run("with model.averaged(): look = net.weight.shape\nlook") == "torch.Size([2, 4])"
         cell = client.execute("pause = True\ntrain(2)", stop_on_error=False)
@@ -117,3 +107,5 @@ def test_train_look_train_on_and_interrupt(kernel, tmp_path):
         assert run("model.consolidate().samples") == "64"
     finally:
         client.stop_channels()
+        kernel.shutdown_kernel(now=True)
+        kernel.cleanup_resources()

@@ -24,21 +24,13 @@ AGREED = 1e-6
 
 @dataclass(frozen=True)
 class Mixed:
-    """The observations of one worker at its start and after each of its steps.
-
-    Attributes:
-        times_s: ``time.monotonic``, which all processes share.
-        values: its parameters; (NUM_STEPS + 1, NUM_FLOATS) float32.
-        initiated: exchanges that it asked for and completed.
-        num_failed: exchanges before the end.
-        stats: those of the whole run.
-    """
+    """The observations of one worker at its start and after each of its steps."""
 
     rank: int
-    times_s: np.ndarray
-    values: np.ndarray
+    times_s: np.ndarray  # by time.monotonic, which all processes share
+    values: np.ndarray  # (NUM_STEPS + 1, NUM_FLOATS) float32
     initiated: np.ndarray
-    num_failed: int
+    num_failed: int  # before the end
     stats: Stats
 
 

@@ -50,7 +50,6 @@ def in_folder(make: Callable[[Path], TrainOptions], folder: Path) -> TrainOption
 
 
 def words_of(options: TrainOptions) -> list[str]:
-    """Return the options as they are written on a command line."""
     words = []
     for name, value in vars(options).items():
         if value is not None and not isinstance(value, bool):
@@ -89,19 +88,8 @@ def test_the_command_starts_workers(workers, tmp_path):
     assert (options.directory / MODEL_FILE).exists()
 
 
-@pytest.mark.processes
-def test_under_a_launcher_the_command_is_one_worker(workers, tmp_path):
-    options = replace(in_folder(bytes_gpt, tmp_path), method="none")
-    assert workers(main, 2, (["train", "bytes-gpt", *words_of(options)],)) == [0, 0]
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["num_workers"] == 2
-    assert (options.directory / MODEL_FILE).exists()
-
-
 @pytest.mark.parametrize("make", [cifar10, imagenet, fashion_mnist])
-def test_the_papers_trainings(make, tmp_path, monkeypatch):
-    for variable in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(variable, raising=False)
+def test_the_papers_trainings(make, tmp_path):
     options = in_folder(make, tmp_path)
     assert train(options)["samples"] >= options.batch_size
     assert 0 <= json.loads((tmp_path / "results.json").read_text())["metric"] <= 1

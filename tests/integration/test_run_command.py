@@ -49,8 +49,7 @@ def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(
     variables = without_torch | ({} if by_option else {"GOSSIPDP_LOG_DIR": logs})
     done = run_python(*words, str(script), str(tmp_path / "begun"), environment=variables)
     assert done.stderr.startswith("gossipdp: starting 2 workers; importing torch takes")
-    assert done.returncode == 1
-    assert done.stdout == "went on\n"
+    assert (done.returncode, done.stdout) == (1, "went on\n")
     assert "gossipdp: worker 0 ended with exit code 1; the others go on" in done.stderr
     traceback, _, last = done.stderr.rpartition("gossipdp: ")
     assert traceback.count("ValueError: no good") == 1
@@ -95,7 +94,6 @@ while not (files / "end").exists():
 
 
 def prepared(directory: Path, text: str) -> tuple[Path, Path]:
-    """Write a script; return its path, and a folder for its files."""
     script, files = directory / "train.py", directory / "files"
     files.mkdir()
     script.write_text(text)
@@ -111,7 +109,6 @@ def test_a_killed_worker_is_started_again_in_the_spare_and_told_where_the_others
         supervisor = psutil.Process(run.process.pid)
 
         def live() -> dict[int, int]:
-            """Return the processes of the workers that have begun, by rank."""
             lives = [tuple(map(int, path.name.split("-")[1:])) for path in files.glob("life-*")]
             return {rank: pid for rank, pid in lives if runs(pid)}
 

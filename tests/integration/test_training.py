@@ -3,7 +3,6 @@
 import logging
 import math
 import os
-import re
 import threading
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from threadpoolctl import threadpool_limits
 from torch import nn
 from waiting import wait_until
 
-from gossipdp import Counting, Exchange, GossipDataParallel, Network
+from gossipdp import Counting, GossipDataParallel, Network
 from gossipdp.links.clock import since_boot_s
 
 pytestmark = pytest.mark.processes
@@ -31,12 +30,6 @@ def make_net() -> nn.Module:
     )
 
 
-def wrapped(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, GossipDataParallel]:
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    return net, optimizer, GossipDataParallel(net, optimizer, **options)
-
-
 def data_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
     inputs = torch.randn(32, 16, generator=generator)
@@ -47,14 +40,14 @@ def flat(module: nn.Module) -> torch.Tensor:
     return torch.cat([value.double().flatten() for value in module.state_dict().values()])
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, pause_s=0.002) -> None:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
     inputs, labels = data_of(model.rank)
     for _ in range(steps):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
         # Two cores hold many workers here: leave them time, as a GPU would.
-        time.sleep(pause_s)
+        time.sleep(0.002)
 
 
 def train_until_exchanged(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -144,7 +137,9 @@ def wait_for_all(model: GossipDataParallel) -> None:
 
 
 def pause_and_serve(served: Path) -> Any:
-    net, optimizer, model = wrapped()
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = GossipDataParallel(net, optimizer)
     train(model, optimizer, 15)
     if model.rank == 0:
         before, answered = flat(net), model.stats().exchanges_answered
@@ -192,8 +187,7 @@ def os_threads() -> int:
 
 def test_the_gossip_thread_is_one_and_starts_no_other(workers):
     for before, during, after, names, num_threads, rank in workers(count_threads, 2):
-        assert during == before + 1
-        assert after == before
+        assert (during, after) == (before + 1, before)
         assert f"gossipdp-{rank}" in names
         assert num_threads == 2
 
@@ -271,29 +265,3 @@ def test_who_ends_by_its_own_steps_is_told_that_the_last_one_counts_most(workers
     assert first[0].startswith("worker 0 ended after 40 steps of its own, and then the others made")
     assert second == []
     assert one[1][1] == two[1][1] == []
-
-
-@pytest.mark.parametrize(
-    ("options", "name", "values"),
-    [
-        ({"method": "gossip"}, "method", ("gossip", "a2cid2")),
-        ({"comm_rate": 2.0}, "comm_rate", ("2", "auto")),
-        ({"wire_format": "lattice8"}, "wire_format", ("lattice8", "auto")),
-        ({"exchange": Exchange(moments={"momentum_buffer": 4})}, "tensors", None),
-    ],
-)
-def test_what_all_workers_must_have_alike_is_told_to_the_others(options, name, values):
-    def settings(**options: Any) -> Any:
-        net = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-        model = GossipDataParallel(net, optimizer, **options)
-        model.close()
-        return model._worker.settings
-
-    here, there = settings(**options), settings()
-    if values is not None:
-        assert (getattr(here, name), getattr(there, name)) == values
-        return
-    message = r"the models differ, .*momentum_buffer in one exchange of 4,.* here and none on"
-    found = here.difference_of_models(there.tensors)
-    assert re.match(message, found), found

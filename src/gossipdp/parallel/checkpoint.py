@@ -293,7 +293,9 @@ class Resumption:
     ended: tuple[EndedLife, ...]
 
 
-def find_resumption(saving: Checkpoints, layout: Layout, replica: Replica) -> Resumption | None:
+def find_resumption(
+    saving: Checkpoints, layout: Layout, averaged: Collection[str], replica: Replica
+) -> Resumption | None:
     r"""Return the state from which a worker starts, by this module's rule; None: a fresh start.
 
     The one mean, in rank order, so that all workers have the same bits, is
@@ -309,6 +311,7 @@ def find_resumption(saving: Checkpoints, layout: Layout, replica: Replica) -> Re
     Args:
         saving: says where this process saves, and from where it goes on.
         layout: of this worker's model.
+        averaged: the names in it of what workers average; all else comes from one file.
         replica: of this process, with its rank in the run that starts now.
 
     Raises:
@@ -322,7 +325,14 @@ def find_resumption(saving: Checkpoints, layout: Layout, replica: Replica) -> Re
     # A run that lives would remove files meanwhile, so it is looked for; this one has no name yet.
     with contextlib.nullcontext() if directory is None else in_use(directory, ""):
         while True:
-            found = _find(saving.resume, directory, layout, replica.environment, newest_step)
+            found = _find(
+                saving.resume,
+                directory,
+                layout,
+                replica.environment,
+                newest_step,
+                averaged=averaged,
+            )
             (steps,) = replica.gather(-1 if found is None else found.counts.step)
             if len(set(steps)) == 1:
                 return found
@@ -335,6 +345,8 @@ def _find(
     layout: Layout,
     environment: Environment,
     newest_step: float,
+    *,
+    averaged: Collection[str],
 ) -> Resumption | None:
     """Return the state from which this worker starts, of ``newest_step`` at the latest."""
     source = directory if resume == "auto" else None if resume is None else Path(resume)
@@ -383,7 +395,7 @@ def _find(
             good if each == base else _newest_good(source, each, by_rank[each], layout)
             for each in ranks
         )
-        tensors = _mean_of_z(tensors, (each[1] for each in goods if each))
+        tensors = _mean_of_z(tensors, averaged, (each[1] for each in goods if each))
         # The files that it will write must be the newest.
         step = int(min(newest_step, max(each.step for each in newest.values())))
     logger.info("worker %d resumes from worker %d's step %d in %s", rank, base, facts.step, source)
@@ -483,14 +495,14 @@ def _newest_good(
 
 @torch.no_grad()
 def _mean_of_z(
-    base: Mapping[str, Tensor], files: Iterable[Mapping[str, Tensor]]
+    base: Mapping[str, Tensor], averaged: Collection[str], files: Iterable[Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Average z = x + c/2 over files, one at a time; take integers from the base."""
+    """Average z = x + c/2 over files, one at a time; take what is not averaged from the base."""
     kept = {name: tensor for name, tensor in base.items() if name.startswith("model/")}
     sums = {
         name: torch.zeros_like(tensor, dtype=torch.float64)
         for name, tensor in kept.items()
-        if tensor.is_floating_point()
+        if name.removeprefix("model/") in averaged
     }
     count = 0
     for tensors in files:

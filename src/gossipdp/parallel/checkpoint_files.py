@@ -102,8 +102,8 @@ def write_tensors(
 
     Raises:
         ValueError: a tensor's type is not among those of the format.
-        OSError: of the file system, or of ``advance()``, which is called before each piece: those
-            before it are on the disk.
+        OSError: of the file system, or of ``advance()``, which is called before each piece: all
+            before it but the last PIECE_BYTES are on the disk.
     """
     # The checksum, which is known at the end, comes first: there it is found again.
     header: dict[str, object] = {"__metadata__": {CHECKSUM: NO_CHECKSUM, **metadata}}
@@ -115,14 +115,18 @@ def write_tensors(
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    unsynchronized = 0
     with written_whole(path) as file:
 
         def write(piece: memoryview) -> None:
+            nonlocal unsynchronized
             advance()
             file.write(piece)
-            if len(piece) == PIECE_BYTES:  # not the last one of a tensor
+            unsynchronized += len(piece)
+            if unsynchronized >= PIECE_BYTES:
                 file.flush()
                 os.fdatasync(file.fileno())
+                unsynchronized = 0
 
         file.write(len(text).to_bytes(8, "little") + text)
         checksum = _checksum(tensors, metadata, write)

@@ -171,7 +171,11 @@ class Checkpointer:
                 stateful.load_state_dict(resumed["others"][name])
             else:
                 logger.warning("the checkpoint holds nothing of %r: it starts afresh", name)
-        if resumed is not None:
+        # A schedule sets rates when it is made or loaded; whatever else the script has set stays.
+        has_rates = any(
+            hasattr(each, "optimizer") or hasattr(each, "optimizers") for each in others.values()
+        )
+        if resumed is not None and has_rates:
             training_state.restore_groups(resumed, self._worker.optimizers)
 
     def counts(self) -> dict[str, float]:

@@ -158,7 +158,7 @@ class Entry:
 
     def _share_cores(self) -> None:
         """Compute with a share of the cores: workers of the run on this host have theirs."""
-        from gossipdp.launcher.local import num_threads
+        from gossipdp.launcher.cores import num_threads
 
         membership = self._protocol.membership
         hosts = [each.host for each in self._call(membership.members) if not each.is_over]
@@ -270,7 +270,8 @@ class Entry:
             work_out=self._work_out,
             exchange_rate=self._exchange_rate(),
             moments_due=moments_due(
-                self._state.moments, is_default=options.exchange.moments is True
+                [each.moment for each in self._state.moments if each.moment is not None],
+                is_default=options.exchange.moments is True,
             ),
         )
         protocol.membership.merge_all(others)

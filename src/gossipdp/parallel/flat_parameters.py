@@ -237,8 +237,6 @@ class FlatParameters:
                     f"the optimizer held {expected} parameters when the module was wrapped and "
                     f"holds {count} now; add parameter groups before wrapping"
                 )
-        if optimizer_index:
-            return
         for view in self._frozen:
             if view.held.requires_grad:
                 raise ModelChangedError(
@@ -246,6 +244,8 @@ class FlatParameters:
                     "trainable now; workers would not average it. Wrap with "
                     "exchange=Exchange(frozen=True), or unfreeze before wrapping"
                 )
+        if optimizer_index:
+            return
         self._num_checks += 1
         if self._watched and self._num_checks in (1, 2, 3, 10, 100, 1000):
             self._watch_frozen()
@@ -385,12 +385,13 @@ class FlatParameters:
         for chunk in self.state.chunks:
             chunk.restored()
 
-    def export(self, values: dict[str, Any], flats: Sequence[Tensor]) -> None:
+    def export(self, values: dict[str, Any], flats: Sequence[Tensor] | None) -> None:
         """Replace what lies in the parameters' storage, in a ``state_dict``, by that of ``flats``.
 
-        A hook may have split or transposed a parameter: each view of its storage becomes the same
-        view of the other.
+        None: by a copy of it, as it is. A hook may have split or transposed a parameter: each view
+        of its storage becomes the same view of the other.
         """
+        flats = [flat.clone() for flat in self._flats] if flats is None else flats
         others = {
             view.data_ptr: view.alone(flats[view.segment])
             for view in self._views

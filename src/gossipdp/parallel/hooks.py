@@ -78,7 +78,6 @@ class Hooks:
         # around another, whose step then has had its boundary.
         self._begun: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
         self._begun = weakref.WeakKeyDictionary()
-        self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._has_grown = False
         for each in optimizers:
             if (handle := _left_alone.pop(each, None)) is not None:
@@ -165,7 +164,7 @@ class Hooks:
         self, optimizer: torch.optim.Optimizer, around: Sequence[torch.optim.Optimizer]
     ) -> None:
         """Raise if parameters of the module moved, and no wrapped optimizer stepped meanwhile."""
-        if optimizer in self._others or any(each in around for each in self._indices):
+        if any(each in around for each in self._indices):
             return
         if self._begun.pop(optimizer, self._num_boundaries) != self._num_boundaries:
             return
@@ -180,7 +179,6 @@ class Hooks:
                 "optimizer whose step() you call: GossipDataParallel(net, [first, second]); of an "
                 "optimizer within another (SAM's base_optimizer) give the inner one"
             )
-        self._others.add(optimizer)
 
 
 def _steps_around() -> list[torch.optim.Optimizer]:

@@ -65,12 +65,12 @@ class GossipDataParallel(nn.Module):
             this worker's links and processor have room for, 4 at most
             (:mod:`~gossipdp.protocol.exchange_rate`). The same on all workers. None: ``"auto"``,
             but 1 with ``pace="strict"``, which wants a fixed rate.
-        method: ``a2cid2``; ``gossip`` (plain pairwise averaging); ``none`` (workers train apart:
-            the control).
+        method: ``a2cid2``; ``gossip`` (plain pairwise averaging); ``none`` (no exchanges, for
+            comparison).
         wire_format: the form of parameters in exchanges: ``full`` (as they are), ``bfloat16``
             (half the bytes) or ``lattice8`` (a quarter; a code of the difference to the peer).
-            ``auto``: lattice8 over TCP; full in memory that both workers share, and on a GPU. The
-            same on all workers; the values held and averaged at the end stay exact.
+            ``auto``: lattice8 over a network; full over loopback, in memory that both workers share
+            and on a GPU. The same on all workers; values held and averaged at the end stay exact.
         budget_samples: samples that all workers together train on; ends :meth:`batches` and
             scales :meth:`progress`. None: no budget, or that of :meth:`epochs`.
         seed: of the exchanges' timing and of :attr:`worker_seed`; the same on all workers.
@@ -78,7 +78,7 @@ class GossipDataParallel(nn.Module):
             other one, along which the replicas lie. Without it, or where it has size 1, all
             processes of ``torch.distributed`` are one replica, as ``gossipdp run
             --nproc-per-replica`` starts them. See docs/shards.md.
-        exchange: moments, frozen parameters, pace, NaN: see :class:`~gossipdp.Exchange`.
+        exchange: moments, frozen parameters, buffers, pace: see :class:`~gossipdp.Exchange`.
         counting: the way in which samples are counted: see :class:`~gossipdp.Counting`.
         network: addresses, secret, time-outs, TLS: see :class:`~gossipdp.Network`.
         checkpoints: where and when to save, where to go on from: :class:`~gossipdp.Checkpoints`.
@@ -320,8 +320,9 @@ class GossipDataParallel(nn.Module):
         """Put the loss of a step, and numbers or text by name, into the run's log and its status.
 
         It is cheap, as it does not wait for a loss on a device, and does nothing without
-        ``monitor``. The log holds the mean loss of every fifth of a second, and the latest of each
-        value; a value may also be logged after :meth:`consolidate`.
+        ``monitor``. The log holds the mean loss of every fifth of a second (in long runs of 1/2000
+        of the time so far, of 256 losses at most), and the latest of each value; a value may also
+        be logged after :meth:`consolidate`.
 
         Raises:
             ValueError: the loss is not one number, or a value is neither number nor text.
@@ -370,6 +371,7 @@ class GossipDataParallel(nn.Module):
         """
         if self._worker.is_closed:
             raise RuntimeError("consolidate() was called before, or the model is closed")
+        self._worker.end_averaged()  # it may be called within it, or after Ctrl+C there
         self._worker.checkpointer.take_last()
         self._worker.monitoring.consolidating()
         is_common_end = self._worker.batches.finished

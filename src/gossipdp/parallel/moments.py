@@ -12,12 +12,13 @@ chunks (:class:`~gossipdp.dynamics.chunks.MomentChunk`).
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from gossipdp.dynamics.chunks import Moment
 from gossipdp.dynamics.state import Segment
 from gossipdp.parallel.shards import as_sharded, local
 from gossipdp.parallel.views import View
@@ -50,7 +51,8 @@ DEFAULT_PERIOD = 4
 16 simulated workers with one exchange a step end 4.4% above all-reduce after 256 steps if v travels
 with each exchange (beta_2 = 0.999), 5.6% with every 4th, 8.2% with every 42nd and 8.9% without v;
 with four exchanges a step 2.4% if v travels once a step. 0.99 and 0.95 are much the same
-(benchmarks/NOTES.md). Every 4th exchange with v adds 25% to the bytes, each 100%.
+(benchmarks/NOTES.md). Every 4th exchange with v adds 25% to the bytes of two
+workers, 28% to those of many, as both ends of an exchange count it; each adds 100%.
 """
 SHARE_OF_MEMORY = 1 / 4
 
@@ -96,13 +98,12 @@ def chosen_moments(
     return chosen
 
 
-def moments_due(segments: Iterable[Segment], *, is_default: bool) -> MomentsDue | None:
-    """Return when the moments in these segments travel; None: there are none.
+def moments_due(moments: Sequence[Moment], *, is_default: bool) -> MomentsDue | None:
+    """Return when these moments travel; None: there are none.
 
     By default one travels again after a part of its memory, of 1 / (1 - decay) steps, if not
     before. Periods that the user gave count exchanges alone.
     """
-    moments = [each.moment for each in segments if each.moment is not None]
     if not moments:
         return None
     forgotten = max(1.0 - min(each.decay for each in moments), 1e-9)

@@ -50,12 +50,17 @@ NETWORK_OPTIONS = ("shared_memory", "max_megabits_per_s", "timeout_s")
 HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")
 
 
+_open_logs: set[Path] = set()
+"""Those that models of this process write. The main thread's."""
+os.register_at_fork(after_in_child=_open_logs.clear)
+
+
 class Monitoring:
     """One worker's log and status port, if the options or else the environment ask for them.
 
     The log is ``worker-RANK.jsonl`` in its directory, and a thread writes it. The lock is held
-    while something is written, by that thread or, at the end of the run, by the caller, and never
-    in a gradient step.
+    while something is written, by that thread or, at the end of the run, by another one; the
+    training loop never takes it.
     """
 
     def __init__(self, options: Options, environment: Environment) -> None:
@@ -68,7 +73,9 @@ class Monitoring:
         self._losses: deque[float] = deque(maxlen=MEAN_OF_LOSSES)
         self._values: dict[str, float] = {}
         self._new_losses: deque[float] = deque(maxlen=MAX_LOSSES)
-        self._new_values: deque[Mapping[str, Value]] = deque()
+        self._new_values: dict[
+            str, Value
+        ] = {}  # replaced, never changed: the log's thread reads it
         self._in_use = contextlib.ExitStack()
         self._writer: RunLogWriter | None = None
         self._has_warned = self._is_closed = False
@@ -112,8 +119,18 @@ class Monitoring:
                 directory,
                 asked,
             )
+        path = worker_file(Path(directory), worker.rank).absolute()
+        if path in _open_logs:
+            logger.warning(
+                "another model of this process writes the log %s: this one has none. Give each "
+                "model a directory of its own, Monitor(log_dir=...)",
+                path,
+            )
+            return
         self._in_use.enter_context(in_use(Path(directory), worker.run_id))
         self._writer = _begun_log(Path(directory), worker)
+        _open_logs.add(path)
+        self._in_use.callback(_open_logs.discard, path)
         name = f"gossipdp-log-{worker.rank}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -144,7 +161,7 @@ class Monitoring:
             if isinstance(value, int | float) and not (is_new and len(self._values) >= MAX_LOGGED):
                 self._values[name] = float(value)
         if plain and self._writer is not None:
-            self._new_values.append(plain)
+            self._new_values = {**self._new_values, **plain}
             self._num_logged += 1
             if self._is_closed:
                 self._write_last()
@@ -177,18 +194,27 @@ class Monitoring:
             self._wake.set()
             self._thread.join(JOIN_TIMEOUT_S)
             self._write_last()
-            with self._lock:
-                self._writer.close()
         self._in_use.close()
         if self.page is not None:
             self.page.close()
 
     def _write_last(self) -> None:
-        """Write all that is new into the log."""
+        """Have all that is new written, and wait a while: a disk that hangs must hold up nobody."""
         self._read_losses()
         if self._writer is not None:
-            with self._lock:
-                self._look(self._writer, finally_=True)
+            last = threading.Thread(target=self._look_last, args=(self._writer,), daemon=True)
+            try:
+                last.start()
+            except RuntimeError:  # at exit, in Python 3.12.0 and 3.12.1; or no thread is left
+                self._look_last(self._writer)
+            else:
+                last.join(JOIN_TIMEOUT_S)
+
+    def _look_last(self, writer: RunLogWriter) -> None:
+        with self._lock:
+            self._look(writer, finally_=True)
+            if self._is_closed:
+                writer.close()
 
     # By the log's thread.
 
@@ -227,9 +253,7 @@ class Monitoring:
         if recent:
             self._recent_s = recent[-1].ended_s
         losses = [self._new_losses.popleft() for _ in range(len(self._new_losses))]
-        logged: dict[str, Value] = {}
-        while self._new_values:
-            logged |= self._new_values.popleft()
+        logged, self._new_values = self._new_values, {}
         writer.counts(
             msgspec.structs.replace(
                 stats,

@@ -146,12 +146,13 @@ def set_rates(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Set the rates of the present progress, where a :class:`ProgressLR` sets them.
 
     A schedule is often made before the run's end is known, and without that it takes a worker that
-    has just joined or resumed for one at the start.
+    has just joined or resumed for one at the start. Rates that the script has set since stay.
     """
     for optimizer in optimizers:
         reference = FOLLOW_PROGRESS.get(optimizer)
         schedule = None if reference is None else reference()
-        if schedule is not None:
+        rates = [group["lr"] for group in optimizer.param_groups]
+        if schedule is not None and schedule.get_last_lr() == rates:
             schedule.set_rates()
 
 

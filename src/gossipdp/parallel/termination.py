@@ -1,11 +1,13 @@
 """The effect of SIGTERM and Ctrl+C on a process with wrapped models that are saved."""
 
+import contextlib
 import logging
 import math
 import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
@@ -62,17 +64,23 @@ class Termination:
     Only the main thread of a process may install the handler, which stays for as long as there is
     a model. A signal that no model has answered when the last one is closed ends the process then.
     In a forked child SIGTERM ends the process at once: torch ends its loaders' processes so, and
-    waits for them.
+    waits for them. Where every process of a job is signalled, as by Slurm's scancel, they end
+    before the step does, for which torch would raise an error within it.
     """
 
     def __init__(self) -> None:
         self._models: list[Saved] = []
         self.failures: list[str] = []
         self._again: threading.Timer | None = None
+        self._on_child_end: Callable[[int, FrameType | None], Any] | None = None
         self._reset()
 
     def _reset(self) -> None:
         self._cancel_timer()
+        if self._on_child_end is not None and _is_main_thread():
+            if signal.getsignal(signal.SIGCHLD) == self._child_ended:
+                signal.signal(signal.SIGCHLD, self._on_child_end)
+            self._on_child_end = None
         self._is_answered = self._is_late = self._is_interrupted = False
         self.asked_s = math.inf
         self._number: int = signal.SIGTERM
@@ -83,7 +91,18 @@ class Termination:
         return self.asked_s < math.inf or self._is_interrupted
 
     def add(self, model: Saved) -> None:
-        """Save this model too."""
+        """Save this model too.
+
+        Raises:
+            ValueError: another one is saved in its directory.
+        """
+        _, directory = model.place
+        places = {os.path.abspath(each.place[1]) for each in self._models}
+        if os.path.abspath(directory) in places:
+            raise ValueError(
+                f"another model of this process is saved in {directory!r}: close() that one first, "
+                "or give each a directory of its own"
+            )
         self._models.append(model)
         for number, default in DEFAULTS.items():
             is_ours = _is_main_thread() and signal.getsignal(number) == default
@@ -129,9 +148,19 @@ class Termination:
             if all(model.is_at_end for model in self._models):
                 self._is_answered = True
                 raise self._end()
+            on_child_end = signal.getsignal(signal.SIGCHLD)
+            if callable(on_child_end) and on_child_end != self._child_ended:
+                self._on_child_end = on_child_end
+                signal.signal(signal.SIGCHLD, self._child_ended)
             self._again = threading.Timer(grace_s(), self._send_again)
             self._again.name, self._again.daemon = "gossipdp-termination", True
             self._again.start()
+
+    def _child_ended(self, number: int, frame: FrameType | None) -> None:
+        """Pass it on, but raise no error of torch's within the step in hand."""
+        if self._on_child_end is not None:
+            with contextlib.suppress(RuntimeError):
+                self._on_child_end(number, frame)
 
     def _send_again(self) -> None:
         self._is_late = True

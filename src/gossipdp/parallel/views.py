@@ -12,6 +12,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.device import refusal
+from gossipdp.dynamics.update import is_finite
 from gossipdp.parallel.options import Exchange
 from gossipdp.parallel.shards import local
 
@@ -115,6 +116,11 @@ def views_of(
                         "then make the optimizer and wrap"
                     )
                 continue
+            if held.layout is not torch.strided:
+                raise ValueError(
+                    f"{name!r} is {held.layout}, which workers cannot exchange: register a buffer "
+                    "with persistent=False, or hold indices and values"
+                )
             if id(held) in by_id:
                 by_id[id(held)].owners.append((owner, key))
                 continue
@@ -250,7 +256,10 @@ def _set_roles_by_size(views: Sequence[View], exchange_frozen: bool) -> None:
             if not (is_small and view.is_plain):
                 view.role = Role.FROZEN
             elif view.is_parameter:
-                view.role = Role.UNOPTIMIZED if view.is_float else Role.COPIED
+                tensor = view.tensor.detach()
+                # A mask has infinities. Of shards each process sees its own part.
+                has_mean = view.is_float and (tensor.is_meta or is_finite(tensor))
+                view.role = Role.UNOPTIMIZED if has_mean else Role.COPIED
 
 
 def _check_memory(module: nn.Module, left_alone: Collection[int]) -> None:
@@ -261,7 +270,7 @@ def _check_memory(module: nn.Module, left_alone: Collection[int]) -> None:
     regions = []
     for name, held in [*module.named_parameters(), *module.named_buffers()]:
         tensor = local(held)
-        if _is_wrapper(tensor):
+        if _is_wrapper(tensor) or tensor.layout is not torch.strided:
             continue
         is_parameter = isinstance(held, nn.Parameter) and id(held) not in left_alone
         # On a GPU every tensor says that it is shared.
@@ -271,7 +280,7 @@ def _check_memory(module: nn.Module, left_alone: Collection[int]) -> None:
                 f"parameter {name!r} lies in memory that processes share (share_memory()), and "
                 "wrapping would move it to memory of its own: wrap copy.deepcopy(module)"
             )
-        if tensor.numel() and tensor.layout is torch.strided:
+        if tensor.numel():
             sizes = zip(tensor.shape, tensor.stride(), strict=True)
             extent = 1 + sum((size - 1) * stride for size, stride in sizes)
             start = tensor.data_ptr()

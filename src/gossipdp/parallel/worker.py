@@ -112,7 +112,10 @@ class Worker(Entry):
         # A worker that joins a running job takes a live worker's state, and adds its own files.
         is_joining = replica.environment.is_joining
         layout = layout_of(held)
-        resumption = None if is_joining else find_resumption(options.checkpoints, layout, replica)
+        averaged = {view.name for view in views if view.role.is_averaged}
+        resumption = None
+        if not is_joining:
+            resumption = find_resumption(options.checkpoints, layout, averaged, replica)
         if resumption is not None:
             training_state.restore(resumption.training, optimizers)
         self.monitoring = Monitoring(options, replica.environment)
@@ -259,9 +262,10 @@ class Worker(Entry):
         """Raise ModelChangedError if parameters were moved or replaced since wrapping.
 
         Do nothing within ``averaged()``: the module holds other storage then, which would be taken
-        for a load of the average. At its end the module holds this worker's own again.
+        for a load of the average. At its end the module holds this worker's own again. Nor after
+        the end of the run.
         """
-        if not self._is_averaged:
+        if not (self._is_averaged or self.is_closed):
             self._flat.check()
 
     def loaded(self, tensors: Iterable[Tensor]) -> None:
@@ -342,13 +346,8 @@ class Worker(Entry):
         return self._flat.tensors()
 
     def export(self, values: dict[str, Any]) -> None:
-        """Put x + pending, in new tensors, into a state_dict of the module.
-
-        Within ``averaged()`` the average stays there.
-        """
-        if self._is_averaged:
-            return
-        self._flat.export(values, self._copies(Chunk.read))
+        """Put x + pending, or within ``averaged()`` the average, into a state_dict: new tensors."""
+        self._flat.export(values, None if self._is_averaged else self._copies(Chunk.read))
 
     def _copies(self, read: Callable[[Chunk, Tensor], object]) -> list[Tensor]:
         """Copy every segment: averaged chunks by ``read``, the others as they are."""
@@ -383,8 +382,12 @@ class Worker(Entry):
             self._flat.swap(average)
             yield
         finally:
-            self._flat.swap_back()
-            self._is_averaged = False
+            self.end_averaged()
+
+    def end_averaged(self) -> None:
+        """Let the module hold this worker's own values again; if it does, do nothing."""
+        self._flat.swap_back()
+        self._is_averaged = False
 
     # The end.
 

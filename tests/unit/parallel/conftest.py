@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from checkpointing import AtOnce
 from torch import nn
 
 from gossipdp import Checkpoints, GossipDataParallel
+from gossipdp.parallel.checkpointer import Checkpointer
 
 
 @pytest.fixture
@@ -34,6 +36,12 @@ def wrap_sgd(wrap: Callable[..., GossipDataParallel]) -> Callable[..., Any]:
         return wrap(net, optimizer, **options), optimizer
 
     return call
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let writes end at once: steps of tests are shorter, and would put off the next checkpoint."""
+    monkeypatch.setattr(Checkpointer, "make_writer", AtOnce)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """One worker's checkpoints: a resumed run is bitwise the uninterrupted one, whatever happens."""
 
-import logging
 import math
 import random
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from checkpointing import AtOnce, step, steps_saved
+from checkpointing import step, steps_saved
 from mixed_net import Net
 from safetensors.torch import load_file
 from torch import nn
@@ -17,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gossipdp import Checkpoints, Counting, GossipDataParallel, PoisonedError
 from gossipdp.parallel.checkpoint_files import read_tensors, write_tensors
-from gossipdp.parallel.checkpointer import Checkpointer
 
+pytestmark = pytest.mark.usefixtures("at_once")
 NUM_STEPS = 23
 OPTIMIZERS = {
     "sgd": lambda net: torch.optim.SGD(net, 0.1, momentum=0.9),
@@ -30,12 +29,6 @@ def dataset() -> TensorDataset:
     generator = torch.Generator().manual_seed(7)
     images = torch.randn(54, 2, 5, 5, generator=generator)
     return TensorDataset(images, torch.randint(0, 3, (54,), generator=generator))
-
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let writes end at once: these steps are shorter, and would put off the next checkpoint."""
-    monkeypatch.setattr(Checkpointer, "make_writer", AtOnce)
 
 
 @pytest.fixture
@@ -83,6 +76,8 @@ def run(wrap: Any) -> Any:
             if len(seen) == stop_after:
                 break
         state = {name: value.clone() for name, value in model.state_dict().items()}
+        if stop_after is not None:
+            model.close()
         return seen, state, model
 
     return script
@@ -153,8 +148,7 @@ def test_a_run_that_was_stopped_trains_on(linear, tmp_path):
     def train(budget_samples: int) -> int:
         model, optimizer = linear(tmp_path, resume="auto", budget_samples=budget_samples)
         for batch in model.batches([torch.ones(5, 3)]):
-            model(batch).sum().backward()
-            optimizer.step()
+            step(model, optimizer, batch)
             if model.progress() == 0.5:
                 model.stop()
                 model.save_checkpoint()
@@ -187,14 +181,13 @@ def test_a_damaged_file_is_passed_over(run, tmp_path, caplog, is_cut):
     data = bytearray(newest.read_bytes())
     data[len(data) // 2] ^= 1
     newest.write_bytes(data[:-100] if is_cut else data)
-    with caplog.at_level(logging.WARNING, "gossipdp"):
-        second, _, resumed = run(tmp_path, stop_after=1)
-        assert second == whole[8:9]
-        warning, goes_on = caplog.messages
-        text = f"the run goes on from step 8 of worker 0 in {tmp_path}, from checkpoints of 1"
-        assert goes_on == f"{text} workers, with world_size 1"
-        assert str(newest) in warning
-        assert "damaged" in warning or "cannot be read" in warning
+    second, _, resumed = run(tmp_path, stop_after=1)
+    assert second == whole[8:9]
+    warning, goes_on = caplog.messages
+    text = f"the run goes on from step 8 of worker 0 in {tmp_path}, from checkpoints of 1"
+    assert goes_on == f"{text} workers, with world_size 1"
+    assert str(newest) in warning
+    assert "damaged" in warning or "cannot be read" in warning
     resumed.close()
     for path in older:
         path.unlink()
@@ -247,8 +240,7 @@ def test_poison_is_neither_saved_nor_averaged(wrap_sgd, tmp_path, caplog, name, 
     net.state_dict()[name].view(-1)[1] = poison
     with pytest.raises(PoisonedError, match="are not saved"):
         model.save_checkpoint()
-    for _ in range(2):
-        step(model, optimizer)
+    step(model, optimizer, times=2)
     assert "hold NaN or infinity: they are not saved" in caplog.text
     with pytest.raises(PoisonedError, match="are not averaged"):
         model.consolidate()
@@ -305,9 +297,7 @@ def test_without_checkpoints_a_state_that_no_joiner_can_take_is_a_warning(wrap, 
     optimizer = PackedSGD(net.parameters(), {})
     model = wrap(net, optimizer)
     model._worker.world_size = 2
-    for _ in range(3):
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
+    step(model, optimizer, times=3)
     message = "cannot take over this one's optimizer, since the state of the PackedSGD['state'][0]"
     assert caplog.text.count(message) == 1
     model._worker.world_size = 1

@@ -22,14 +22,7 @@ from checkpointing import steps_saved
 
 from gossipdp import GossipDataParallel, RefusedError
 from gossipdp.parallel import checkpoint_files
-from gossipdp.parallel.checkpoint_files import (
-    DamagedFileError,
-    in_use,
-    read_tensors,
-    remove_unfinished,
-    write_tensors,
-    written_whole,
-)
+from gossipdp.parallel.checkpoint_files import in_use, read_tensors, write_tensors, written_whole
 from gossipdp.parallel.termination import TERMINATION
 
 TENSORS = {
@@ -63,7 +56,7 @@ def test_every_byte_is_under_the_checksum_or_refused(tmp_path):
         path.write_bytes(changed)
         try:
             tensors, metadata = read_tensors(path)
-        except DamagedFileError:
+        except checkpoint_files.DamagedFileError:
             continue
         # Only white space of the header may change without a trace.
         assert index < 8 + length
@@ -95,7 +88,7 @@ def test_a_writer_whose_file_is_removed_leaves_the_old_one(tmp_path):
     """Its worker was taken for dead, and that worker's next life writes now."""
     (tmp_path / "file").write_bytes(b"old")
     with pytest.raises(FileNotFoundError), written_whole(tmp_path / "file"):
-        remove_unfinished(tmp_path)
+        checkpoint_files.remove_unfinished(tmp_path)
     assert (tmp_path / "file").read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -155,6 +148,14 @@ def test_each_piece_is_on_the_disk_before_the_next(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
     assert [size - sizes[1][0] + 8 for size, _ in sizes[1:]] == [8, 16, 24, 32, 40]
     assert [count for _, count in sizes] == [0, 1, 2, 3, 4, 5]
+
+
+def test_small_tensors_are_on_the_disk_piece_by_piece_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_files, "PIECE_BYTES", 8)
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fdatasync", synced.append)
+    write_tensors(tmp_path / "file.safetensors", {name: torch.ones(1) for name in "abcdef"}, {})
+    assert len(synced) == 3
 
 
 def test_a_file_system_that_synchronizes_no_directory_will_do(tmp_path, monkeypatch):

@@ -8,19 +8,8 @@ import pytest
 import torch
 
 from gossipdp.launcher.environment import Environment
-from gossipdp.parallel.checkpoint import (
-    BEFORE_THIS_RUN,
-    ENDS_WITHIN_S,
-    Facts,
-    Resumption,
-    encode,
-    ended_lives,
-    file_path,
-    find_resumption,
-    layout_of,
-    outlived,
-    saved_in,
-)
+from gossipdp.parallel import checkpoint
+from gossipdp.parallel.checkpoint import BEFORE_THIS_RUN, ENDS_WITHIN_S, Facts, Resumption, saved_in
 from gossipdp.parallel.checkpoint_files import write_tensors
 from gossipdp.parallel.options import Checkpoints
 from gossipdp.parallel.shards import Replica
@@ -55,7 +44,7 @@ def test_lives_that_ended_long_enough_ago_are_named():
         Notice(4, "lost", now_s - 2 * ENDS_WITHIN_S),
     ]
     # 3 died before this worker could notice.
-    assert ended_lives(members, notices, now_s) == ((0, 1), (2, 0), (3, 1), (4, 2))
+    assert checkpoint.ended_lives(members, notices, now_s) == ((0, 1), (2, 0), (3, 1), (4, 2))
 
 
 HALF, OTHER_HALF = facts(0, 3200, ended=((1, 0),)), facts(1, 3000, ended=((0, 0),))
@@ -84,21 +73,24 @@ CARRIED = facts(0, 3200, run_id="third", ended=((1, BEFORE_THIS_RUN),))
     ],
 )
 def test_checkpoints_of_the_dead_are_left_behind(all_facts, expected):
-    assert outlived({each.rank: each for each in all_facts}) == expected
+    assert checkpoint.outlived({each.rank: each for each in all_facts}) == expected
 
 
 def save(directory: Path, facts: Facts, value: float) -> None:
     """Save a model of ``value``, a momentum of 2, and a learning rate of ``value``."""
-    path = file_path(directory, facts.rank, facts.step)
+    path = checkpoint.file_path(directory, facts.rank, facts.step)
     path.parent.mkdir(parents=True, exist_ok=True)
     model = {"model/w": torch.full((3,), value), "c/w": torch.full((3,), 2.0)}
-    write_tensors(path, *encode(model, facts, {"optimizers": [], "rate": value}))
+    model["model/queue"] = torch.full((2,), value)
+    write_tensors(path, *checkpoint.encode(model, facts, {"optimizers": [], "rate": value}))
 
 
 def resumed(directory: Path, rank: int, world_size: int) -> Resumption:
     replica = Replica(Environment(rank=rank, world_size=world_size))
-    layout = layout_of({"w": torch.ones(3)})
-    found = find_resumption(Checkpoints(directory, resume="auto"), layout, replica)
+    layout = checkpoint.layout_of({"w": torch.ones(3), "queue": torch.ones(2)})
+    found = checkpoint.find_resumption(
+        Checkpoints(directory, resume="auto"), layout, {"w"}, replica
+    )
     assert found is not None
     return found
 
@@ -130,7 +122,8 @@ def test_with_another_number_of_workers_all_start_from_one_mean(tmp_path, world_
     for rank in range(world_size):
         resumption = resumed(tmp_path, rank, world_size)
         assert (resumption.tensors["model/w"] == mean).all(), "bit for bit on all"
-        assert resumption.tensors.keys() == {"model/w"}, "without momentum"
+        assert resumption.tensors.keys() == {"model/w", "model/queue"}, "without momentum"
+        assert (resumption.tensors["model/queue"] == torch.tensor(values[rank % 3])).all()
         assert resumption.training["rate"] == values[rank % 3], "never averaged"
         assert resumption.counts.steps == (10 + rank if rank < 3 else 0)
         assert (resumption.counts.step, resumption.num_means) == (12, 1)

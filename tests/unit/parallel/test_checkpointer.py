@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from checkpointing import AtOnce, WhenTold, step, steps_saved
+from checkpointing import WhenTold, step, steps_saved
 from clocks import Clock
 from run_processes import VARIABLES, run_python
 from torch import nn
@@ -23,8 +23,7 @@ def test_one_due_during_a_write_is_taken_whatever_close_raises(linear, tmp_path,
     monkeypatch.setattr(Checkpointer, "make_writer", WhenTold)
     model, optimizer = linear(tmp_path, 2)
     writer = model._worker.checkpointer._writer
-    for _ in range(6):
-        step(model, optimizer)
+    step(model, optimizer, times=6)
     assert len(writer.open) == 1
     assert model._worker.checkpointer.is_due
     writer.finish()
@@ -81,8 +80,7 @@ def test_the_exit_waits_for_the_checkpoint_of_a_large_model(tmp_path):
 def test_none_is_taken_between_the_forward_passes_of_one_step(linear, tmp_path, monkeypatch):
     monkeypatch.setattr(Checkpointer, "make_writer", WhenTold)
     model, optimizer = linear(tmp_path, 1)
-    for _ in range(2):
-        step(model, optimizer)
+    step(model, optimizer, times=2)
     model(torch.ones(1, 3)).sum().backward()
     for _ in range(3):
         model._worker.checkpointer._writer.finish()  # from the second pass on it could be taken
@@ -94,8 +92,7 @@ def test_none_is_taken_between_the_forward_passes_of_one_step(linear, tmp_path, 
     assert steps_saved(tmp_path) == [3, 1]
 
 
-def test_with_batches_none_is_taken_within_the_body(wrap, tmp_path, monkeypatch):
-    monkeypatch.setattr(Checkpointer, "make_writer", AtOnce)
+def test_with_batches_none_is_taken_within_the_body(wrap, tmp_path, monkeypatch, at_once):
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     judge, maker = (torch.optim.SGD(part.parameters(), 0.1) for part in net)
     saving = Checkpoints(tmp_path, every_steps=1)
@@ -106,8 +103,7 @@ def test_with_batches_none_is_taken_within_the_body(wrap, tmp_path, monkeypatch)
     monkeypatch.setattr(checkpointer, "_capture", lambda: events.append("saved") or capture())
     for batch in model.batches([torch.ones(1, 3)]):
         for optimizer in (judge, judge, maker):
-            model(batch).sum().backward()
-            optimizer.step()
+            step(model, optimizer, batch)
         events.append("body")
     assert events[:2] == ["body", "saved"]
     assert events.count("body") == 4
@@ -118,20 +114,17 @@ def test_with_batches_none_is_taken_within_the_body(wrap, tmp_path, monkeypatch)
     assert events == ["saved"]
 
 
-def test_a_loop_that_calls_the_module_is_saved_at_its_next_step(linear, tmp_path, monkeypatch):
-    monkeypatch.setattr(Checkpointer, "make_writer", AtOnce)
+def test_a_loop_that_calls_the_module_is_saved_at_its_next_step(linear, tmp_path, at_once):
     model, optimizer = linear(tmp_path, 2)
-    for _ in range(3):
-        step(model.module, optimizer)
+    step(model.module, optimizer, times=3)
     model.close()
     assert steps_saved(tmp_path) == [3]
 
 
 def test_an_evaluation_of_the_average_takes_no_checkpoint_and_counts_nothing(
-    linear, tmp_path, monkeypatch
+    linear, tmp_path, at_once
 ):
     """With gradients, as an adversarial one has; the due one is taken after it."""
-    monkeypatch.setattr(Checkpointer, "make_writer", AtOnce)
     model, optimizer = linear(tmp_path, 1)
     step(model, optimizer)
     with model.averaged():
@@ -142,25 +135,13 @@ def test_an_evaluation_of_the_average_takes_no_checkpoint_and_counts_nothing(
     assert model.stats().samples < 50
 
 
-class Stopper:
-    best: object = 0.0
-
-    def state_dict(self) -> dict[str, object]:
-        return {"best": self.best}
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        self.best = state["best"]
-
-
-def test_a_state_that_becomes_unsavable_ends_no_training(linear, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(Checkpointer, "make_writer", AtOnce)
+def test_a_state_that_becomes_unsavable_ends_no_training(linear, tmp_path, at_once, caplog):
     model, optimizer = linear(tmp_path, 1)
-    stopper = Stopper()
-    model.also_checkpoint(stopper=stopper)
+    best: object = 0.0
+    model.also_checkpoint(stopper=Mock(state_dict=lambda: {"best": best}))
     step(model, optimizer)
-    stopper.best = np.float32(1)
-    for _ in range(2):
-        step(model, optimizer)
+    best = np.float32(1)
+    step(model, optimizer, times=2)
     assert (model.stats().gradient_steps, model.stats().checkpoints_failed) == (3, 2)
     assert "stopper" in caplog.text
     assert model.consolidate().gradient_steps == 3
@@ -173,7 +154,9 @@ def test_a_new_name_starts_afresh_and_none_comes_after_the_first_step(linear, tm
     model.save_checkpoint()
     model.close()
     model, optimizer = linear(tmp_path, resume="auto")
+    optimizer.param_groups[0]["lr"] = 3e-4
     model.also_checkpoint(scaler=torch.amp.GradScaler("cpu"))
+    assert optimizer.param_groups[0]["lr"] == 3e-4, "the script has set it since"
     assert "holds nothing of 'scaler'" in caplog.text
     step(model, optimizer)
     with pytest.raises(ValueError, match="before its first step"):

@@ -1,23 +1,18 @@
 """The samples that are counted, the end of training, and loops that count nothing."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 
 import pytest
 import torch
+from checkpointing import step
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from gossipdp import Counting, GossipDataParallel, ProgressLR
-
-
-def step(forward: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    optimizer.zero_grad()
-    forward(x).sum().backward()
-    optimizer.step()
 
 
 @pytest.mark.parametrize(
@@ -50,14 +45,7 @@ def test_an_extra_forward_counts_nothing_and_a_batch_without_a_step_counts_with_
     assert (model.stats().samples, model.stats().gradient_steps) == (20, 2)
 
 
-@dataclasses.dataclass
-class Batch:
-    """As some libraries collate them."""
-
-    name: str
-    inputs: Tensor
-
-
+Batch = dataclasses.make_dataclass("Batch", ["name", "inputs"])  # as some libraries collate them
 TIME_FIRST, IMAGES = torch.ones(7, 3, 2), [torch.ones(3, size, 20) for size in range(16, 21)]
 EPISODE = ((torch.ones(5, 3), torch.ones(5)), (torch.ones(7, 3), torch.ones(7)))
 
@@ -92,7 +80,7 @@ def test_a_batch_counts_its_first_tensor_or_a_list_of_samples(linear, batch, siz
     model, optimizer = linear(budget_samples=6 * samples, counting=counting)
     loader = type("Sized", (list,), {"batch_size": size})([batch, batch])
     for _ in model.batches(loader):
-        step(model.module, optimizer, torch.ones(1, 3))
+        step(model.module, optimizer)
     assert (model.stats().samples, model.stats().gradient_steps) == (6 * samples, 6)
     said = f"a batch counts as {samples} samples, and the loader's batch_size is {size}: "
     warned = [each.startswith(said) for each in caplog.messages]
@@ -102,19 +90,17 @@ def test_a_batch_counts_its_first_tensor_or_a_list_of_samples(linear, batch, siz
 def test_a_batch_that_cannot_be_counted_may_be_of_a_given_size(linear):
     given, optimizer = linear(budget_samples=6, counting=Counting(samples_per_step=3))
     for _ in given.batches(["abc"]):
-        step(given.module, optimizer, torch.ones(1, 3))
+        step(given.module, optimizer)
     assert given.stats().gradient_steps == 2
 
 
 def test_a_loop_that_counts_nothing_is_an_error_or_a_warning(linear, caplog):
     model, optimizer = linear(budget_samples=100)
-    for _ in range(2):
-        step(model.module, optimizer, torch.ones(4, 3))
+    step(model.module, optimizer, torch.ones(4, 3), times=2)
     with pytest.raises(RuntimeError, match=r"never be used up: 3 gradient steps of .*batches"):
         step(model.module, optimizer, torch.ones(4, 3))
     model, optimizer = linear()
-    for _ in range(5):
-        step(model.module, optimizer, torch.ones(4, 3))
+    step(model.module, optimizer, torch.ones(4, 3), times=5)
     assert caplog.text.count("3 gradient steps of the Linear, and not one sample was") == 1
 
 
@@ -139,6 +125,16 @@ def test_a_schedule_follows_the_run_from_the_first_step_of_one_that_comes_late(l
     assert schedule.get_last_lr() == [0.1], "nothing says where the run ends"
     model.epochs(DataLoader(torch.ones(25, 3), 5), 4)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_a_schedule_sets_no_rate_that_the_script_has_set_since(linear):
+    """As for the next training, whose rate is constant, after a schedule that ended at 0."""
+    model, optimizer = linear()
+    schedule = ProgressLR(optimizer, lambda: 1.0, "linear")
+    assert schedule.get_last_lr() == [0.0]
+    optimizer.param_groups[0]["lr"] = 1e-3
+    model.epochs(DataLoader(torch.ones(25, 3), 5), 4)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
 
 
 class FailsOnce:

@@ -1,11 +1,11 @@
 """Two workers that wait for each other end with an error; one that is merely slow is waited for."""
 
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from waiting import wait_until
 
 from gossipdp import GossipDataParallel
 from gossipdp.parallel import worker as worker_module
@@ -56,7 +56,6 @@ def test_a_peer_that_saw_it_first_and_left_leaves_no_average_of_one(left_at_s, f
 
 
 def end_in_opposite_orders(directory: Path) -> str:
-    """Two models, of which worker 0 consolidates the first first, and worker 1 the second."""
     worker_module.CROSSED_FOR_TIMEOUTS = 0.5
     models = []
     for net in (nn.Linear(2, 1), nn.Bilinear(2, 2, 1)):
@@ -68,9 +67,8 @@ def end_in_opposite_orders(directory: Path) -> str:
     except RuntimeError as error:
         message = str(error)
     (directory / str(rank)).touch()
-    deadline_s = time.monotonic() + 50.0  # who leaves first would be a death for the other
-    while not (directory / str(1 - rank)).exists() and time.monotonic() < deadline_s:
-        time.sleep(0.02)
+    # Who leaves first would be a death for the other.
+    wait_until((directory / str(1 - rank)).exists, "the other has ended too")
     return message
 
 

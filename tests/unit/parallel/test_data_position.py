@@ -10,35 +10,17 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from checkpointing import AtOnce
 from torch import Tensor, nn
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    Subset,
-    WeightedRandomSampler,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from gossipdp import Checkpoints
-from gossipdp.parallel.checkpointer import Checkpointer
 from gossipdp.parallel.data_position import random_states, restore_random_states
 
 NUM_STEPS = 20
 NUM_SAMPLES = 12
 BATCH = 2
-
-
-class Numbers(Dataset[Tensor]):
-    """Sample i is the number i."""
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor([float(index)])
+NUMBERS = torch.arange(12.0).view(NUM_SAMPLES, 1)  # a data set: sample i is the number i
 
 
 class Stream(IterableDataset[Tensor]):
@@ -93,7 +75,7 @@ class DrawnBatches:
 
 SAMPLED = {
     "shuffled": lambda given: {"shuffle": True, "generator": given},
-    "distributed": lambda _: {"sampler": DistributedSampler(Numbers(), num_replicas=2, rank=1)},
+    "distributed": lambda _: {"sampler": DistributedSampler(NUMBERS, num_replicas=2, rank=1)},
     "weighted": lambda given: {
         "sampler": WeightedRandomSampler([1.0] * NUM_SAMPLES, NUM_SAMPLES, generator=given)
     },
@@ -105,21 +87,19 @@ SAMPLED = {
 
 
 def make_loader(order: str, *, has_generator: bool = False, **options: Any) -> DataLoader[Tensor]:
-    """Make a loader as a script does when it is started again."""
     generator = torch.Generator().manual_seed(17) if has_generator else None
     made = {"generator": generator, **SAMPLED[order](generator), **options}
     if "batch_sampler" not in made:
         made["batch_size"] = BATCH
-    return DataLoader(Stream() if order == "stream" else Numbers(), **made)
+    return DataLoader(Stream() if order == "stream" else NUMBERS, **made)
 
 
 @pytest.fixture
-def train(tmp_path: Path, wrap: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def train(tmp_path: Path, wrap: Any, at_once: None) -> Any:
     """``train(loader, ...)``: a script that goes on where it was saved, if it was.
 
     It saves after ``save_at`` steps, and gives the numbers of the samples of each step.
     """
-    monkeypatch.setattr(Checkpointer, "make_writer", AtOnce)
     seeds = itertools.count()
 
     def script(loader: Any, save_at: int | None = None, loop: str = "batches") -> list[list[float]]:
@@ -228,8 +208,8 @@ def test_an_order_that_depends_on_timing_is_said(train, caplog):
 
 
 def test_a_loader_that_has_become_shorter_is_said(train, caplog):
-    train(DataLoader(Numbers(), BATCH), 4)
-    seen = train(DataLoader(Subset(Numbers(), range(6)), BATCH))
+    train(DataLoader(NUMBERS, BATCH), 4)
+    seen = train(DataLoader(NUMBERS[:6], BATCH))
     assert "ended after 3 of the 4 batches that were trained on before" in caplog.text
     assert seen[:2] == [[0.0, 1.0], [2.0, 3.0]]
 

@@ -37,7 +37,6 @@ class Net(mixed_net.Net):
 
 @pytest.fixture
 def make(wrap_sgd: Callable[..., Any]) -> Callable[..., GossipDataParallel]:
-    """Wrap a module with this extra state."""
     torch.manual_seed(0)
     return lambda extra=None: wrap_sgd(Net(extra))[0]
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpointing import AtOnce
 from fake_card import CARD, FakeCard
 from process_group import process_group
 from torch import nn
@@ -17,10 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from gossipdp import Checkpoints, Exchange, GossipDataParallel, Monitor
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.state import State
-from gossipdp.parallel.checkpointer import Checkpointer
 from gossipdp.protocol.exchange_rate import NUM_TO_KNOW
-
-Wrap = Callable[..., GossipDataParallel]
 
 
 class Net(nn.Module):
@@ -49,8 +45,7 @@ def step(net: Net, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.fixture
-def started(card: FakeCard, wrap: Wrap, tmp_path: Path, monkeypatch: Any) -> Callable[..., Any]:
-    monkeypatch.setattr(Checkpointer, "make_writer", AtOnce)
+def started(card: FakeCard, wrap: Any, tmp_path: Path, monkeypatch: Any, at_once: None) -> Any:
     # One worker alone has no use for momentum.
     monkeypatch.setattr(State, "drop_momentum", lambda state: None)
 

@@ -229,10 +229,12 @@ def test_a_refusal_says_what_has_changed(change, message):
 
 def test_unfreezing_is_found_unless_frozen_parameters_are_exchanged():
     net = Net()
-    flat = flatten(net)
+    flat = flatten(net, sgd(net.conv), sgd(net.head))
     net.frozen.requires_grad_(True)
     with pytest.raises(ModelChangedError, match=r"frozen\.weight.*Exchange\(frozen=True"):
         flat.check()
+    with pytest.raises(ModelChangedError, match=r"frozen\.weight"):
+        flat.check(1)  # as around the steps of a second optimizer alone
     net = Net()
     flat = flatten(net, frozen=True)
     net.frozen.requires_grad_(True)
@@ -252,7 +254,6 @@ def test_views_of_parameters_in_a_state_dict_become_views_of_the_others():
 
 
 def adapted(base: nn.Module) -> nn.ModuleDict:
-    """Return an adapter of 8 values over a frozen base."""
     adapter = nn.Linear(8, 1, bias=False)
     return nn.ModuleDict({"base": base.requires_grad_(False), "adapter": adapter})
 

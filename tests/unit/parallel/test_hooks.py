@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpointing import step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -193,13 +194,14 @@ net = torch.load("net.pt", weights_only=False)
 print(net.load_state_dict(net.state_dict()), net[1].num_batches_tracked.item())"""
 
 
-def test_the_module_can_be_saved_and_copied_whole(wrap_sgd, tmp_path):
+def test_the_module_can_be_saved_and_copied_whole(wrap_sgd, tmp_path, monkeypatch):
+    told: list[bool] = []
+    monkeypatch.setattr(worker_module.Worker, "loaded", lambda *_: told.append(True))
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model, optimizer = wrap_sgd(net, budget_samples=40)
     mean = torch.optim.swa_utils.AveragedModel(model)
     for inputs in model.batches([torch.randn(4, 2)]):
-        model(inputs).sum().backward()
-        optimizer.step()
+        step(model, optimizer, inputs)
         mean.update_parameters(model)
     torch.save(model.module, tmp_path / "net.pt")
     loaded = torch.load(tmp_path / "net.pt", weights_only=False)
@@ -209,7 +211,9 @@ def test_the_module_can_be_saved_and_copied_whole(wrap_sgd, tmp_path):
     for other in (loaded, copy.deepcopy(model.module), copy.deepcopy(model)):
         assert not isinstance(other, GossipDataParallel)
         torch.testing.assert_close([*other.parameters()], [*net.parameters()], rtol=0, atol=0)
-        other.load_state_dict(net.state_dict())  # and that tells the run nothing
+        other.load_state_dict(net.state_dict())
+    mean.load_state_dict(mean.state_dict())
+    assert not told, "the run goes on as it was"
     assert list(mean.state_dict()) == ["n_averaged", *(f"module.{key}" for key in net.state_dict())]
     with pytest.raises(TypeError, match=r"save model\.module, model\.state_dict\(\)"):
         torch.save(model, io.BytesIO())
@@ -226,8 +230,7 @@ def test_a_model_that_is_dropped_ends_its_thread(tmp_path, in_a_cycle):
     model = GossipDataParallel(
         net, optimizer, checkpoints=Checkpoints(tmp_path, 1), monitor=Monitor(tmp_path / "log", 0)
     )
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
+    step(model, optimizer, torch.ones(1, 2))
     assert threads()
     if in_a_cycle:
         model.itself = [model]
@@ -288,8 +291,7 @@ def test_a_dropped_wrapper_s_optimizers_warn_once(caplog):
     assert not caplog.records
     for _ in range(2):
         for optimizer in optimizers:
-            net[0](torch.ones(1, 2)).sum().backward()
-            optimizer.step()
+            step(net[0], optimizer, torch.ones(1, 2))
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith("this model trains alone")
@@ -306,8 +308,7 @@ def test_after_an_end_on_purpose_nothing_is_said(wrap, caplog, end):
     gc.collect()
     if end == "wrap again":
         wrap(net, optimizer)
-    net(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
+    step(net, optimizer, torch.ones(1, 2))
     assert not caplog.records
 
 

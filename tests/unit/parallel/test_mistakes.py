@@ -11,16 +11,9 @@ import torch.distributed as dist
 from process_group import process_group
 from torch import nn
 
-from gossipdp import (
-    Checkpoints,
-    Counting,
-    Exchange,
-    GossipDataParallel,
-    Monitor,
-    Network,
-    ProgressLR,
-)
+from gossipdp import Checkpoints, Counting, Exchange, GossipDataParallel, Monitor, Network
 from gossipdp.errors import ModelChangedError
+from gossipdp.parallel.schedule import ProgressLR
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -56,6 +49,12 @@ def pieces_of_one_tensor(overlap: int) -> nn.Module:
 def with_a_view_of_its_weight() -> nn.Module:
     net = nn.Linear(2, 2)
     net.register_buffer("turned", net.weight.detach().T, persistent=False)
+    return net
+
+
+def with_a_sparse_buffer(*, persistent: bool = True) -> nn.Module:
+    net = nn.Linear(2, 2)
+    net.register_buffer("adjacency", torch.eye(2).to_sparse(), persistent=persistent)
     return net
 
 
@@ -105,6 +104,7 @@ SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
         (lambda: wrap(NET, [sgd(NET), sgd(NET)]), "same parameter"),
         (lambda: wrap(nn.Linear(3, 2, dtype=torch.complex64)), "real view"),
         (lambda: wrap(nn.Linear(3, 2, device="meta")), "on meta.*CPU before wrapping"),
+        (lambda: wrap(with_a_sparse_buffer()), r"'adjacency' is torch\.sparse_coo.*persistent=Fal"),
         (lambda: wrap(pieces_of_one_tensor(10)), "'first' and 'second' lie in the same memory"),
         (lambda: wrap(pieces_of_one_tensor(1)), "'first' and 'second' lie in the same memory"),
         (lambda: wrap(with_a_view_of_its_weight()), "'weight' and 'turned' lie|'turned' and 'wei"),

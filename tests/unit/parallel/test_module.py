@@ -2,9 +2,11 @@
 
 import copy
 import math
+import re
 from contextlib import nullcontext
 from itertools import chain, repeat
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock, PropertyMock
 
 import pytest
@@ -289,18 +291,6 @@ def test_loading_a_target_network_breaks_no_exchange_off(wrap, monkeypatch):
     assert torch.equal(net["target"].weight, net["online"].weight)
 
 
-def test_loading_a_copy_of_the_module_leaves_the_run_as_it_is(wrap, monkeypatch):
-    net, loads = make(), []
-    monkeypatch.setattr(Worker, "loaded", lambda *_: loads.append(True))
-    wrap(net, torch.optim.SGD(trainable(net), 0.1))
-    best, mean = copy.deepcopy(net), torch.optim.swa_utils.AveragedModel(net)
-    best.load_state_dict(net.state_dict())
-    mean.load_state_dict(mean.state_dict())
-    assert not loads
-    net.load_state_dict(best.state_dict())
-    assert loads
-
-
 def test_channels_last_after_wrapping_is_an_error(wrap, wrap_sgd):
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 1))
     model, optimizer = wrap_sgd(net)
@@ -344,10 +334,9 @@ class Sum(nn.Linear):
         return super().forward(sum(inputs))
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_several_arguments_are_no_list_of_samples(wrap_sgd, number):
+def test_several_arguments_are_no_list_of_samples(wrap_sgd):
     model, optimizer = wrap_sgd(Sum(2, 1))
-    model(*number * [torch.ones(4, 8, 2)]).sum().backward()
+    model(*3 * [torch.ones(4, 8, 2)]).sum().backward()
     optimizer.step()
     assert model.stats().samples == 4
 
@@ -390,6 +379,18 @@ def test_the_fingerprint_covers_how_optimizers_group_parameters(wrap):
     assert len(models) == 4
 
 
+def test_what_all_workers_must_have_alike_is_told_to_the_others(linear):
+    def settings(**options: Any) -> Any:
+        return linear(**options)[0]._worker.settings
+
+    there, here = settings(), settings(method="gossip", comm_rate=2.0, wire_format="lattice8")
+    assert (there.method, there.comm_rate, there.wire_format) == ("a2cid2", "auto", "auto")
+    assert (here.method, here.comm_rate, here.wire_format) == ("gossip", "2", "lattice8")
+    here = settings(exchange=Exchange(moments={"momentum_buffer": 4}))
+    message = r"the models differ, .*momentum_buffer in one exchange of 4,.* here and none on"
+    assert re.match(message, here.difference_of_models(there.tensors))
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_within_averaged_nothing_touches_the_worker_s_own_parameters(wrap_sgd, tmp_path, fails):
     net = nn.Linear(2, 2)
@@ -400,7 +401,8 @@ def test_within_averaged_nothing_touches_the_worker_s_own_parameters(wrap_sgd, t
     with pytest.raises(ZeroDivisionError) if fails else nullcontext(), model.averaged():
         assert net.weight.data_ptr() == address, "a captured graph reads the average"
         assert not torch.equal(net.weight, before["weight"])
-        assert torch.equal(model.state_dict()["weight"], net.weight)
+        kept = model.state_dict()
+        assert torch.equal(kept["weight"], average := net.weight.clone())
         with torch.no_grad():  # so that another average would not be this one
             net.weight.fill_(7.0)
         model.save_averaged(tmp_path / "best.pt")
@@ -413,11 +415,62 @@ def test_within_averaged_nothing_touches_the_worker_s_own_parameters(wrap_sgd, t
         model.to("cpu")
         if fails:
             raise ZeroDivisionError
+    assert torch.equal(kept["weight"], average), "what was taken there is still the average"
     assert model._worker._protocol.pairing.answers
     assert net.weight.data_ptr() == address
     assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
     for chunk in chunks:
         torch.testing.assert_close(chunk.x + chunk.pending, torch.full_like(chunk.x, 2.0))
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_the_end_within_averaged_or_after_ctrl_c_at_its_end_is_in_the_module(
+    wrap_sgd, monkeypatch, is_interrupted
+):
+    net = nn.Linear(2, 2)
+    model, _ = wrap_sgd(net)
+    leave_pending(model._worker, 2.0)
+    with pytest.raises(KeyboardInterrupt) if is_interrupted else nullcontext(), model.averaged():
+        with torch.no_grad():
+            net.weight.fill_(7.0)
+        if is_interrupted:
+            flat = model._worker._flat
+            interrupt = Mock(side_effect=[KeyboardInterrupt, None])
+            monkeypatch.setattr(
+                flat, "swap_back", lambda: interrupt() or FlatParameters.swap_back(flat)
+            )
+        else:
+            model.consolidate()
+    if is_interrupted:
+        model.consolidate()
+    for parameter in net.parameters():
+        torch.testing.assert_close(parameter, torch.full_like(parameter, 2.0))
+
+
+def test_a_sparse_buffer_that_is_not_persistent_is_left_alone(wrap_sgd):
+    net = nn.Linear(2, 2)
+    net.register_buffer("adjacency", torch.eye(2).to_sparse(), persistent=False)
+    model, _ = wrap_sgd(net)
+    model.consolidate()
+    assert torch.equal(net.adjacency.to_dense(), torch.eye(2))
+
+
+def test_after_the_end_the_module_may_change_its_type_and_place(wrap_sgd):
+    model, _ = wrap_sgd(nn.Linear(2, 2))
+    model.consolidate()
+    model.half()
+    assert model.state_dict()["weight"].dtype == torch.float16
+
+
+def test_a_mask_of_infinities_that_is_a_frozen_parameter_is_left_alone(wrap_sgd):
+    net = nn.Linear(2, 2)
+    net.mask = nn.Parameter(torch.full((2, 2), -torch.inf).triu(1), requires_grad=False)
+    before = net.mask.clone()
+    model, _ = wrap_sgd(net)
+    with model.averaged():
+        assert torch.equal(net.mask, before)
+    model.consolidate()
+    assert torch.equal(net.mask, before)
 
 
 def test_a_consolidation_that_was_broken_off_before_it_began_loses_nothing(linear, monkeypatch):
@@ -453,10 +506,8 @@ def test_what_took_the_place_of_parameters_since_the_last_step_is_averaged(linea
     model, _ = linear()
     weight = model.module.weight
     weight.data = weight.data + 1.0
-    expected = weight.detach() + 0.5
-    for chunk in model._worker._state.averaged_chunks:
-        chunk.pending.fill_(0.5)
-        chunk.restored()
+    leave_pending(model._worker, 2.0)
+    expected = torch.full_like(weight, 3.0)
     with model.averaged():
         torch.testing.assert_close(weight.detach(), expected)
     model.consolidate()
@@ -475,19 +526,15 @@ def test_worker_seeds_are_distinct_and_fit_into_32_bits(linear):
     model._worker.rank = model._worker.incarnation = 0
 
 
-def test_data_that_is_swapped_at_every_step_is_no_load(wrap, monkeypatch):
+def test_data_that_is_swapped_at_every_step_is_no_load(linear, monkeypatch):
     """As SAM does it: what exchanges brought stays, and no exchange is broken off."""
-    net = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
     monkeypatch.setattr(Worker, "loaded", lambda *_: pytest.fail("it was taken for a load"))
-    model = wrap(net, optimizer)
-    for segment in model._worker._flat.state.segments:
-        segment.pending.fill_(1.0)
-        for chunk in segment.chunks:
-            chunk.has_pending = True
-    old = net.weight.data.clone()
+    model, optimizer = linear()
+    weight = model.module.weight
+    leave_pending(model._worker, 2.0)
+    old = weight.data.clone()
     with torch.no_grad():
-        net.weight.add_(5.0)
-    net.weight.data = old
+        weight.add_(5.0)
+    weight.data = old
     optimizer.step()
-    torch.testing.assert_close(net.weight, old + 1.0)
+    torch.testing.assert_close(weight.detach(), torch.full_like(old, 2.0))

@@ -5,7 +5,6 @@ import threading
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from msgspec.structs import replace
 from torch import nn
@@ -14,6 +13,7 @@ from waiting import LONGEST_S, wait_until
 from gossipdp import Checkpoints, Counting, GossipDataParallel, Monitor, Network
 from gossipdp.gossip.exchange import CompletedExchange
 from gossipdp.observe.log import RunLogWriter, worker_file
+from gossipdp.parallel import monitoring
 from gossipdp.protocol.actions import Notice
 from gossipdp_lab.report.run_log import RunLog, WorkerLog
 
@@ -40,8 +40,6 @@ def test_a_run_of_one_worker_is_logged_whole_with_numbers_of_numpy_and_any_text(
     model.log(accuracy=np.mean([0.5, 1.0]), file="caf\udce9", passed=True)
     model.consolidate()
     model.log(test_accuracy=np.float64(0.9), name=np.str_("best"))
-    with pytest.raises(RuntimeError, match="before"):
-        model.consolidate()
     worker = read(tmp_path / "new" / "run")
     assert (worker.counts[-1].gradient_steps, worker.counts[-1].samples) == (3, 24)
     assert not all(math.isnan(step.loss) for step in worker.counts)
@@ -93,6 +91,31 @@ def test_news_and_the_first_step_are_written_though_records_are_rare_by_now(tmp_
         log._look(log._writer)
         assert len(read(tmp_path).counts) == num_before + 2
     model.close()
+
+
+def test_a_second_model_leaves_the_log_of_the_first_alone(tmp_path, caplog):
+    model, other = train(tmp_path), train(tmp_path, num_steps=1)
+    assert "another model of this process writes the log" in caplog.text
+    model.close()
+    other.close()
+    worker = read(tmp_path)
+    assert (len(worker.lives), worker.counts[-1].gradient_steps) == (1, 3)
+
+
+def test_a_log_s_disk_that_hangs_holds_up_no_end(tmp_path, monkeypatch):
+    model = train(tmp_path)
+    log = model._worker.monitoring
+    monkeypatch.setattr(monitoring, "JOIN_TIMEOUT_S", 0.05)
+    with log._lock:
+        for number in range(1000):
+            model.log(number=number)
+        assert log._new_values.keys() <= {"number", "learning_rate"}
+        model.consolidate()
+    wait_until(
+        lambda: [each.state for each in read(tmp_path).counts][-1:] == ["left"],
+        "all is written later",
+    )
+    assert read(tmp_path).last_values()["number"] == 999
 
 
 def test_the_secret_is_not_logged(tmp_path):
@@ -159,5 +182,4 @@ def test_a_run_that_resumes_goes_on_with_its_log(tmp_path):
     model.close()
     train(tmp_path / "log", checkpoints=checkpoints).close()
     worker = read(tmp_path / "log")
-    assert worker.counts[-1].gradient_steps == 6
-    assert len(worker.lives) == 2
+    assert (worker.counts[-1].gradient_steps, len(worker.lives)) == (6, 2)

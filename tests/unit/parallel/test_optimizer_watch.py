@@ -45,17 +45,8 @@ class Lookahead(Own):
             parameter.copy_(slow)
 
 
-class Masters(Own):
-    """Steps float32 copies, and writes them over the parameters."""
-
-    def move(self, parameter: Any, gradient: Any, state: Any, lr: float) -> None:
-        master = state.setdefault("master", parameter.detach().float())
-        master.sub_(gradient.float(), alpha=lr)
-        parameter.copy_(master)
-
-
 class MastersAside(Own):
-    """The same, with the copies outside of its state."""
+    """Steps float32 copies, outside of its state, and writes them over the parameters."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -118,7 +109,6 @@ def train(wrap: Any, make: Make, steps: int = 3, dtype: Any = torch.float32, **o
     ("kind", "key", "dtype", "at_step"),
     [
         (Lookahead, "slow", torch.float32, 5),
-        (Masters, "master", torch.bfloat16, 1),
         (MastersAside, "masters", torch.bfloat16, 1),
         (MastersTogether, "all", torch.bfloat16, 1),
         (MastersAside, "masters", torch.float32, 1),  # in memory that was the parameters'
@@ -138,10 +128,6 @@ def test_a_copy_that_is_to_be_exchanged_is_none_of_our_business(wrap):
     train(wrap, lambda net: Average(net.parameters()), exchange=Exchange(moments={"average": 1}))
 
 
-def matrices(net: nn.Module) -> Any:
-    return [each for each in net.parameters() if each.dim() == 2]
-
-
 ORDINARY: dict[str, Make] = {
     name: (lambda net, kind=kind: kind(net.parameters()))
     for name, kind in sorted(vars(torch.optim).items())
@@ -149,7 +135,7 @@ ORDINARY: dict[str, Make] = {
     and issubclass(kind, torch.optim.Optimizer)
     and kind not in (torch.optim.Optimizer, torch.optim.SparseAdam, torch.optim.Muon)
 } | {
-    "Muon": lambda net: torch.optim.Muon(matrices(net)),
+    "Muon": lambda net: torch.optim.Muon([each for each in net.parameters() if each.dim() == 2]),
     "momentum": lambda net: torch.optim.SGD(net.parameters(), 1.0, momentum=0.9),
     "foreach": lambda net: torch.optim.AdamW(net.parameters(), foreach=True),
     "fused": lambda net: torch.optim.AdamW(net.parameters(), fused=True),

@@ -139,9 +139,6 @@ def test_parts_are_the_memory_itself(alone):
     assert as_sharded(torch.zeros(3, 2), part) is part
 
 
-# Who is whose replica.
-
-
 @pytest.mark.parametrize(
     ("is_sharded", "dimension", "num_shards", "message"),
     [

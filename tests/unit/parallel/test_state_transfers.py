@@ -22,7 +22,6 @@ TIMEOUT_S = 1.0
 
 
 def trained(learning_rate: float = 0.1, gradient: float = 1.0) -> torch.optim.Optimizer:
-    """AdamW after one step."""
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([weight], lr=learning_rate)
     weight.grad = torch.full((3,), gradient)
@@ -31,7 +30,6 @@ def trained(learning_rate: float = 0.1, gradient: float = 1.0) -> torch.optim.Op
 
 
 def given(optimizer: torch.optim.Optimizer) -> Offer:
-    """Return the state that it gives."""
     between, woken = BetweenSteps([optimizer]), threading.Event()
     between.attach(Device().mark(), woken.set)
     while (offer := between.offer("a request")) is None:
@@ -116,8 +114,7 @@ def take(peers: Any, *, is_start: bool = False) -> Any:
 
 def test_the_nearest_gives_and_after_one_that_dies_the_next_gives_all(peers):
     peers.states = {1: [PeerLostError("dead")], 7: [given(trained(0.5))], 4: [given(trained(0.25))]}
-    assert rate_of(take(peers)) == 0.25
-    assert peers.asked == [1, 4]
+    assert (rate_of(take(peers)), peers.asked) == (0.25, [1, 4])
 
 
 @pytest.mark.parametrize("bad", [given(trained(0.5, float("nan"))), FOREIGN])

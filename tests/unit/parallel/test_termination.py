@@ -7,13 +7,14 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from checkpointing import step, steps_saved
 from torch import nn
+from torch.utils.data import DataLoader
 
 from gossipdp import Checkpoints
 from gossipdp.parallel import entry
@@ -67,15 +68,14 @@ def test_sigterm_between_two_bodies_loses_no_step(terminable, tmp_path, budget, 
     model, optimizer = terminable
     model._worker.batches.budget_samples = budget
 
-    class Loader:
-        def __iter__(self):
-            for index in range(5):
-                if index == signal_at:
-                    terminate()
-                yield torch.ones(1, 3)
+    def loader() -> Iterator[torch.Tensor]:
+        for index in range(5):
+            if index == signal_at:
+                terminate()
+            yield torch.ones(1, 3)
 
     def train() -> None:
-        for _ in model.batches(Loader()):
+        for _ in model.batches(loader()):
             step(model, optimizer)
         terminate()
         model.consolidate()
@@ -107,6 +107,28 @@ def test_a_loop_that_does_not_get_there_is_ended_all_the_same(terminable, tmp_pa
     assert ended.value.code == 1
     assert "the step in hand did not end in 0.05 s" in TERMINATION.failures[0]
     assert steps_saved(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_loader_s_process_that_is_signalled_too_breaks_no_step(terminable, tmp_path, number):
+    """Within the step torch would raise that it was killed."""
+    model, optimizer = terminable
+    batches = iter(DataLoader(torch.ones(4, 3), num_workers=1, multiprocessing_context="fork"))
+    next(batches)
+    on_child_end = signal.getsignal(signal.SIGCHLD)
+    assert callable(on_child_end), "torch's own"
+    step(model, optimizer)
+    terminate(number)
+    (loader,) = batches._workers
+    os.kill(loader.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, loader.pid, os.WEXITED | os.WNOWAIT)  # torch's handler would raise here
+    del batches
+    with pytest.raises(SystemExit):
+        step(model, optimizer)
+    assert steps_saved(tmp_path) == [1]
+    model.close()
+    assert signal.getsignal(signal.SIGCHLD) == on_child_end
 
 
 def test_a_signal_at_the_end_of_the_run_ends_the_process_at_once(terminable, tmp_path):
@@ -223,8 +245,7 @@ def test_a_handler_of_the_user_s_stays(linear, tmp_path):
     signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     model, optimizer = linear(tmp_path)
     terminate()
-    for _ in range(2):
-        step(model, optimizer)
+    step(model, optimizer, times=2)
     assert heard == [signal.SIGTERM]
 
 
@@ -234,8 +255,7 @@ def test_a_closed_model_trains_on_and_neither_ends_the_process_nor_saves(termina
     step(model, optimizer)
     model._worker.checkpointer.is_due = end == "close"
     getattr(model, end)()
-    for _ in range(3):
-        step(model, optimizer)
+    step(model, optimizer, times=3)
     assert steps_saved(tmp_path) == ([] if end == "close" else [1])
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
@@ -281,6 +301,15 @@ class Pair:
                 terminate()
             loss.backward()
             optimizer.step()
+
+
+def test_two_models_in_one_directory_are_refused(plain_sigterm, linear, tmp_path):
+    """Else the second one overwrites the first one's files."""
+    model, _ = linear(tmp_path)
+    with pytest.raises(ValueError, match="give each a directory of its own"):
+        linear(tmp_path)
+    model.close()
+    linear(tmp_path)
 
 
 @pytest.fixture
