@@ -162,7 +162,7 @@ def show_speed(found: Result) -> Table:
 
 
 class Gpt(nn.Module):
-    """A small decoder: 30 million parameters, contexts of 256 tokens."""
+    """A small decoder: 36 million parameters, contexts of 256 tokens."""
 
     def __init__(self, width: int = 512, num_layers: int = 6, num_tokens: int = 16_384) -> None:
         super().__init__()

@@ -382,7 +382,7 @@ def cells(name: str, found: list[dict[str, Any]]) -> list[str]:
         percent([run["accuracy"] for run in found]),
         Estimate.of(losses).text if math.isfinite(sum(losses)) else "diverged",
         "" if ROWS[name].is_synchronous else Estimate.of(distances).text,
-        f"{statistics.fmean(rates):.2f}" if rates else "",
+        f"{statistics.fmean(rates):.2f}" if rates and not ROWS[name].is_synchronous else "",
         str(len(found)),
     ]
 

@@ -32,14 +32,13 @@ from support.finished_runs import (
 from support.report import Report, Table, results_folder
 from torch import Tensor, nn
 
+from gossipdp.rules import DEFAULT_GRAPH
 from gossipdp_lab.simulate import (
-    ConstantTime,
     Evaluation,
     Link,
     LinkModel,
     ModuleObjective,
     Scenario,
-    SlowedTime,
     Trace,
 )
 from gossipdp_lab.simulate.scenario import MakeOptimizer
@@ -141,16 +140,11 @@ class LocalSteps(Rounds):
     def communicate(self, computed_s: list[float]) -> list[float]:
         return computed_s if self.number % self.every else self.all_reduced(computed_s)
 
-    def stepping(self) -> list[int]:
-        """Return the ranks that take a step in this round."""
-        return list(self.ranks)
-
     def step(self, factor: float) -> None:
         training, population = self.training, self.population
-        if ranks := self.stepping():
-            rows = population.x[ranks]
-            found = training.gradients(ranks, rows)
-            population.step(ranks, training.changes(ranks, rows, found, factor))
+        found = training.gradients(self.ranks, population.x)
+        changes = training.changes(self.ranks, population.x, found, factor)
+        population.step(self.ranks, changes)
         if self.number % self.every == 0:
             drift = population.x.mean(dim=0) - self._base
             self._momentum.mul_(self.momentum).add_(drift)
@@ -164,31 +158,7 @@ class GentleDiLoCo(LocalSteps):
     momentum = 0.5
 
 
-class RareDiLoCo(LocalSteps):
-    """With the best period on slow links."""
-
-    every, momentum = 64, 0.7
-
-
-class StepsBySpeed(GentleDiLoCo):
-    """Without waiting: a worker f times slower takes a step in every f-th round.
-
-    A round is a step of the fastest, so that the scenario's step time is theirs. Each worker's
-    drift counts alike, however many steps it has.
-
-    Source: Liu et al. 2024, arXiv 2401.09135 (dynamic local updates).
-    """
-
-    def stepping(self) -> list[int]:
-        return [rank for rank in self.ranks if self.number % slowness(rank) == 0]
-
-
-ROUNDS |= {kind.__name__: kind for kind in (LocalSteps, GentleDiLoCo, RareDiLoCo, StepsBySpeed)}
-
-
-def slowness(rank: int) -> int:
-    """Return how many times longer a step of this rank takes, where speeds are 1:2:4:8."""
-    return 1 << (rank % 4)
+ROUNDS |= {kind.__name__: kind for kind in (LocalSteps, GentleDiLoCo)}
 
 
 def _muon(rate: float, parameters: list[Tensor]) -> list[torch.optim.Optimizer]:
@@ -237,21 +207,14 @@ def _v(every: int) -> dict[str, Any]:
     return {"exchange_moments": {"exp_avg_sq": every}}
 
 
-# At equal time: a slow worker takes fewer steps.
-_UNEVEN = {"compute_time": SlowedTime(ConstantTime(), {n: slowness(n) for n in range(1024)})}
-# As if the model had a million parameters and a step took the simulator's 0.1 s; at equal time too.
-_SLOW_LINKS: dict[str, Any] = {
-    "model_bytes": 4e6,
-    "links": LinkModel(Link(latency_s=0.02, bytes_per_s=100e6 / 8)),
-}
-_DEFAULTS: dict[str, Any] = {"graph": "exponential", "options": _v(4)}
+_DEFAULTS: dict[str, Any] = {"graph": DEFAULT_GRAPH, "options": {"exchange_moments": True}}
 CODED = ", lattice8"
 ROWS: dict[str, Row] = {
     "all-reduce": Row("allreduce", 0.032),
     "gossip, v every 16th": Row("gossip", 0.064, options=_v(16)),
     "gossip, two exchanges a step, v every 32nd": Row("gossip", 0.064, every=0.5, options=_v(32)),
     "gossip, four exchanges a step, v every 64th": Row("gossip", 0.064, every=0.25, options=_v(64)),
-    # The library's defaults, at two rates that comm_rate="auto" takes: 4 where nothing bounds it.
+    # The defaults in float32, at two rates of comm_rate="auto": 4 where nothing bounds it.
     "gossipdp, 1 exchange a step": Row("a2cid2", 0.064, **_DEFAULTS),
     "gossipdp, 4 exchanges a step": Row("a2cid2", 0.064, every=0.25, **_DEFAULTS),
     f"gossipdp, 1 exchange a step{CODED}": Row("a2cid2", 0.064, is_coded=True, **_DEFAULTS),
@@ -263,11 +226,6 @@ ROWS: dict[str, Row] = {
     "gossip, H = 8": Row("gossip", 0.032, every=8),
     "local SGD, H = 16": Row("LocalSteps", 0.032),
     "DiLoCo, H = 16, momentum 0.5": Row("GentleDiLoCo", 0.032),
-    "DiLoCo, H = 16, momentum 0.5, steps by speed 1:2:4:8": Row("StepsBySpeed", 0.032),
-    "gossip, H = 4, speeds 1:2:4:8": Row("gossip", 0.064, every=4, options=_UNEVEN),
-    "gossip, v every 16th, speeds 1:2:4:8": Row("gossip", 0.064, options=_v(16) | _UNEVEN),
-    "DiLoCo, H = 64, 100 Mbit/s and 20 ms": Row("RareDiLoCo", 0.016, options=_SLOW_LINKS),
-    "gossip, H = 4, 100 Mbit/s and 20 ms": Row("gossip", 0.064, every=4, options=_SLOW_LINKS),
     "all-reduce, beta_2 0.95": Row("allreduce", 0.032, optimizer="beta_2 0.95"),
     "gossip, beta_2 0.95": Row("gossip", 0.064, optimizer="beta_2 0.95"),
     "gossip, beta_2 0.95, v every 5th": Row(
@@ -345,14 +303,8 @@ def as_row(name: str, found: list[dict[str, Any]], above: float) -> list[str]:
         f"{statistics.stdev(losses):.3f}" if len(losses) > 1 else "",
         str(len(losses)),
         f"{found[0]['learning_rate']:g}",
-        f"{models_a_step(found[0]):.3f}",
+        f"{found[0]['models_per_step']:.3f}",
     ]
-
-
-def models_a_step(run: dict[str, Any]) -> float:
-    """Return the models that a worker sends in the time of a step of the fastest worker."""
-    steps_of_the_fastest = int(run["workers"]) * int(run["steps"])
-    return float(run["models_per_step"]) * int(run["gradient_steps"]) / steps_of_the_fastest
 
 
 def paired_difference(ours: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
@@ -412,8 +364,7 @@ def tables(runs: Runs, setting: Setting) -> list[Table]:
             rows,
             "Mean over seeds of the loss of the mean model on held-out text, at each row's own "
             "best learning rate; spread: standard deviation over seeds; models a step: what a "
-            "worker sends in the time of one gradient step of the fastest, moments included."
-            + "".join(paired),
+            "worker sends in a gradient step, moments included." + "".join(paired),
         ),
     ]
 
@@ -448,6 +399,7 @@ def main() -> None:
             measure(runs, name, setting, options.seeds)
     for setting in runs.settings() if options.no_runs else settings:
         report.tables += tables(runs, setting)
+    report.notes.append(runs.source())
     report.write({"runs": f"{NAME}.jsonl"})
 
 

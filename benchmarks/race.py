@@ -157,7 +157,7 @@ class Race:
     def choices(self) -> dict[str, Choice]:
         """Return the rows' own settings, by row."""
         known = read_choices()
-        others, own = known["timed"], known[self.kind]
+        own, others = known[self.kind], {} if self.without_waits else known["timed"]
         return {row: own.get(row, others.get(row, Choice())) for row in self.names}
 
     @property
@@ -415,12 +415,13 @@ def write(benchmark: Race, runs: Runs, found: Found, report: Report) -> None:
         report.tables.append(table(title, found[name], found.get("calm", {})))
     if shown:
         settings = (
-            f"{benchmark.workers} workers, {benchmark.seconds:g} s (kills120: at least 300), "
+            f"{benchmark.workers} workers, {benchmark.seconds:g} s (kills120: at least "
+            f"{benchmark.condition('kills120').least_s:g}, with the settings of shorter runs), "
             f"{benchmark.rounds} rounds. Source of the runs: {', '.join(sorted(runs.commits))}."
         )
         tuned = read_choices()[benchmark.kind]
         if untuned := [row for row in benchmark.names if row not in tuned]:
-            settings += f" Not tuned for such runs: {', '.join(untuned)}."
+            settings += f" Not tuned for so many steps: {', '.join(untuned)}."
         report.notes += [*notes(found), settings]
         draw(results_folder(benchmark.quick) / f"{report.name}.png", found)
     report.write(as_json(found))

@@ -331,7 +331,8 @@ def _draw_losses(axes: Axes, runs: Runs, colours: Mapping[str, str], least: floa
 def _draw_steps(axes: Axes, run: Run, calm: Run, colour: str) -> None:
     """Draw a strip a worker: its steps over time, where it is slow, and its deaths."""
     seconds, steps = run.settings.seconds, np.array(run.result.steps)
-    usual = max(1.0, median([count for each in calm.result.steps for count in each if count]))
+    scale = seconds / calm.settings.seconds  # both have as many bins
+    usual = scale * max(1.0, median([n for each in calm.result.steps for n in each if n]))
     times = seconds * np.arange(NUM_BINS) / NUM_BINS
     for rank, counts in enumerate(steps):
         heights = rank + 0.85 * np.minimum(1, counts / usual)
@@ -349,7 +350,7 @@ def _draw_steps(axes: Axes, run: Run, calm: Run, colour: str) -> None:
         axes.plot([at_s, end_s], [rank - 0.07] * 2, color="black", linewidth=2)
     for _, at_s, rank in (each for each in done if each[0] == "kill"):
         axes.plot(at_s, rank + 0.4, "X", color="black", markeredgecolor="white")
-    made = steps.sum() / max(1, np.sum(calm.result.steps))
+    made = steps.sum() / max(1, scale * np.sum(calm.result.steps))
     title = f"{short(run.settings.row)}: {made:.0%} of its calm's steps, worker by worker"
     axes.set_title(title, fontsize="small")
     axes.set(xlim=(0, seconds), ylim=(-0.15, len(steps)), yticks=[])

@@ -40,7 +40,9 @@ class CodedRows(links.CarriedRows):
         self._steps = {rank: lattice.LatticeSteps(self._blocks) for rank in range(count)}
         self._coded, self._asked = {}, {}
 
-    def exchange_began(self, rank: int, begin: Begin, now_s: float) -> tuple[Tensor, list[Tensor]]:
+    def exchange_began(
+        self, rank: int, begin: Begin, now_s: float
+    ) -> tuple[Tensor, list[Tensor | None]]:
         other = self._asked.setdefault(begin.id, rank)
         if other != rank:
             needed = [self._steps[each].exponents() for each in (rank, other)]

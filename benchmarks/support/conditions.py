@@ -140,7 +140,7 @@ class RaceCondition:
             for clause in (FaultPlan.parse(self.faults).clauses if self.faults else ())
         )
         times = {name: factor * getattr(self, name) for name in ("kill_mean_s", "quota_s")}
-        least_s = self.least_s if factor >= 1 else 0.0
+        least_s = factor * self.least_s if factor >= 1 else 0.0
         return replace(self, faults=str(FaultPlan(clauses)), least_s=least_s, **times)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from rich.console import Console
-from support.report import Provenance
+from support.report import Provenance, commit_here
 
 from gossipdp import WorkerFailedError
 from gossipdp_lab.console import ProgressView
@@ -130,6 +130,13 @@ class Simulations(FinishedRuns[dict[str, Any]]):
         found = [run for run in self.known.values() if wanted.items() <= run.items()]
         return sorted(found, key=lambda run: int(run["seed"]))
 
+    def source(self) -> str:
+        """Return a sentence that names the commits of the source that made the runs."""
+        commits = {
+            str(run.get("commit", "older than 30 November 2026")) for run in self.known.values()
+        }
+        return f"Source of the runs: {', '.join(sorted(commits))}."
+
     def find(
         self,
         run: dict[str, Any],
@@ -145,7 +152,8 @@ class Simulations(FinishedRuns[dict[str, Any]]):
                 trace = simulate(scenario(), method, view.advance)
             loss, wall_s = trace.records[-1].loss, trace.wall_s
             console.print(f"{label}: {loss:.4f}, {wall_s:.0f} s", highlight=False)
-            return run | outcome(trace) | {"loss": finite([loss])[0], "wall_s": wall_s}
+            own = {"loss": finite([loss])[0], "wall_s": wall_s, "commit": commit_here()}
+            return run | outcome(trace) | own
 
         return self.get(self.key(run), make)
 

@@ -10,7 +10,6 @@ import support.report
 import torch
 from quality import TUNING_SEED, QualityBenchmark, measure, measure_all
 from support.conditions import CONDITIONS
-from support.finished_runs import next_rate
 from support.quality_rows import DEFAULT_ROWS, KINDS, OuterNesterov, RowName
 from support.quality_worker import RunResult, RunSettings, Size, num_parameters, run
 from torch import nn
@@ -28,21 +27,6 @@ def result(loss: float | None, sent: float = 6.0) -> RunResult:
     return RunResult(
         loss=loss, bytes_per_parameter_step=sent, samples=1_000, comm_rate=1.0, **times
     )
-
-
-@pytest.mark.parametrize(
-    ("best", "expected"),
-    [
-        (0.008, [0.004, 0.008, 0.016]),
-        (0.032, [0.004, 0.008, 0.016, 0.032, 0.064]),
-        (0.001, [0.004, 0.008, 0.002, 0.001, 0.0005]),
-    ],
-)
-def test_the_grid_is_widened_until_the_best_has_neighbours(best, expected):
-    tried: dict[float, float] = {}
-    while (rate := next_rate(tried, RATES)) is not None:
-        tried[rate] = abs(math.log2(rate / best))
-    assert list(tried) == pytest.approx(expected)
 
 
 def test_all_seeds_run_at_the_rate_that_is_best_for_another_seed_without_a_condition():

@@ -1,6 +1,7 @@
 """Tests of the race: what is asked for, what is kept, the supervisor of a job, figures, a run."""
 
 import itertools
+import json
 import math
 import signal
 from collections.abc import Iterator
@@ -69,6 +70,16 @@ def nothing_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "race_choices.json").write_text('{"timed": {}, "long": {}, "without waits": {}}')
     monkeypatch.setattr(race_script, "CHOICES", tmp_path / "race_choices.json")
     monkeypatch.setattr(race_script, "results_folder", lambda quick: tmp_path)
+
+
+def test_long_runs_have_settings_of_their_own_or_those_of_the_series():
+    ours, theirs = {"ddp": {"learning_rate": 0.04}}, {"ddp": {"learning_rate": 0.02}}
+    for long, expected in (({}, 0.04), (theirs, 0.02)):
+        text = json.dumps({"timed": ours, "long": long, "without waits": {}})
+        race_script.CHOICES.write_text(text)
+        assert Race(rows="ddp", seconds=300).choices["ddp"].learning_rate == expected
+        assert Race(rows="ddp").choices["ddp"].learning_rate == 0.04
+        assert Race(rows="ddp", without_waits=True).choices["ddp"].learning_rate == 0.01
 
 
 def test_a_run_has_the_options_of_its_row_alone():
@@ -196,8 +207,6 @@ class FakeProcess:
 
 
 class FakeJob:
-    """A job of fake processes, on a clock that a test sets."""
-
     def __init__(self, faults: str, *, whole: bool) -> None:
         self.now_s = 100.0
         self.started, self.training = list[FakeProcess](), set[tuple[int, int]]()
@@ -221,7 +230,6 @@ class FakeJob:
         return self.job.step()
 
     def all_train(self) -> None:
-        """Start, and train in all that have started."""
         self.step()
         self.training |= {each.name for each in self.started}
         self.step()

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import race_pages
-from race_pages import MARKED, PAGES, REST, SUMMARY, rewritten
-from support.conditions import RACE_CONDITIONS
+from race_pages import MARKED, PAGES, SUMMARY, rewritten
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,10 +53,6 @@ def test_a_table_has_the_columns_of_which_there_are_figures():
     heads = [race_pages.condition("race", name).splitlines()[0] for name in ("calm", "kills10")]
     assert ["of its own calm" in head for head in heads] == [False, True]
     assert ["restart (s)" in head for head in heads] == [False, True]
-
-
-def test_conditions_exist():
-    assert {*SUMMARY, *(name for _, name in REST)} <= RACE_CONDITIONS.keys()
 
 
 def test_the_best_is_bold_in_the_readme():

@@ -30,17 +30,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tested_copies import (
-    EQUIVALENT,
-    FAILED,
-    HERE,
-    PASSED,
-    ROOT,
-    SOURCE,
-    Copy,
-    first_failure,
-    run_tests,
-)
+import tested_copies
+from tested_copies import ROOT, SOURCE, Copy, first_failure, run_tests
 
 # All tests of one mutant may take this long.
 TIMEOUT_S = 180.0
@@ -102,7 +93,7 @@ class Outcome:
 
 def load() -> list[Mutant]:
     mutants: list[Mutant] = []
-    for path in sorted(set(HERE.glob("*.toml")) - {EQUIVALENT}):
+    for path in sorted(set(tested_copies.HERE.glob("*.toml")) - {tested_copies.EQUIVALENT}):
         for name, entry in tomllib.loads(path.read_text()).items():
             tests = tuple(entry.pop("tests"))
             mutants.append(Mutant(name=name, package=path.stem, tests=tests, **entry))
@@ -174,7 +165,7 @@ def _pass_unmutated(mutants: Sequence[Mutant], pool: ThreadPoolExecutor, jobs: i
     with Copy() as root:
         runs = list(pool.map(lambda share: run_tests(share, root, 10 * TIMEOUT_S), shares))
     for share, (code, output) in zip(shares, runs, strict=True):
-        if share and code != PASSED:
+        if share and code != tested_copies.PASSED:
             print(f"these tests must pass without any mutant:\n{output}")
             return False
     print(f"{len(tests)} tests pass unmutated, in {time.monotonic() - began:.0f} s", flush=True)
@@ -187,10 +178,10 @@ def _run(mutant: Mutant) -> Outcome:
         mutant.apply(root)
         code, output = run_tests(mutant.tests, root, TIMEOUT_S)
     seconds = time.monotonic() - began
-    if code == PASSED:
+    if code == tested_copies.PASSED:
         return Outcome(mutant, "SURVIVED", f"    {mutant.stands_for}", seconds)
     failed, is_late = first_failure(output)
-    if code != FAILED or not failed:
+    if code != tested_copies.FAILED or not failed:
         return Outcome(mutant, "ERROR", output, seconds)
     return Outcome(mutant, "killed (time-out)" if is_late else "killed", failed, seconds)
 

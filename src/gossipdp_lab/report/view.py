@@ -267,7 +267,7 @@ class RunView:
         return max(self.latest_start.num_workers, 1 + max(ranks))
 
     def links(self) -> list[tuple[tuple[int, int], int, float]]:
-        """Return pairs, lower rank first, their logged exchanges and median time, slowest first."""
+        """Return pairs, lower rank first, the number and median of both ends' logged durations."""
         durations: dict[tuple[int, int], list[float]] = defaultdict(list)
         for rank, worker in self.workers.items():
             for record in worker.counts:

@@ -86,7 +86,6 @@ def run_ideal(scenario: Scenario, method: str, on_progress: Callable[[float], No
         )
     trace = recorder.trace
     trace.worker_steps = training.steps
-    trace.worker_exchanges = edges.worker_exchanges.tolist()
     trace.models_sent = 2.0 * edges.num_exchanges
     return trace
 
@@ -114,7 +113,6 @@ class PoissonEdges:
         seed: int,
     ) -> None:
         self.num_exchanges = 0
-        self.worker_exchanges = np.zeros(len(population.x), dtype=np.int64)
         self._population = population
         self._eta_per_s = eta / unit_s
         self._excess = alpha_tilde - 0.5
@@ -157,7 +155,6 @@ class PoissonEdges:
         exchange = _compiled_exchanges()
         exchange(x, c, population.theta, phases, ends, self._excess, self._is_released)
         self.num_exchanges += len(edges)
-        self.worker_exchanges += np.bincount(ends.ravel(), minlength=len(self.worker_exchanges))
 
 
 def exchanges(  # noqa: PLR0917

@@ -36,6 +36,7 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
     constants, links = scenario.make_constants(), scenario.links
     has_momentum = method in ("a2cid2", "released")
     protocol_method: dict[str, Method] = {"gossip": "gossip", "none": "none"}
+    training = Training.of(scenario, momentum=has_momentum)
     # In proportion to the runtime's 5 s for steps of 0.1 s, so that the unit of time has no effect.
     # Over links of a long latency it is longer: the first heartbeats arrive late.
     longest_s = max(link.latency_s for link in (links.every, *links.overrides.values()))
@@ -46,8 +47,8 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
         policy_type=scenario.neighbour_policy,
         timeout_s=TIMEOUT_STEPS * scenario.compute_time.step_s + TIMEOUT_LATENCIES * longest_s,
         sets_own_rate=scenario.comm_rate == "auto",
+        moments_due=training.moments_due,
     )
-    training = Training.of(scenario, momentum=has_momentum)
     recorder = Recorder(scenario, method, training, on_progress)
     # eta and the worker's rate both scale with the comm rate. A phase uses only their ratio, which
     # is that at comm rate 1.
@@ -75,11 +76,8 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
         goes_on = recorder.record(
             exchanges=network.num_exchanges, gradient_steps=sum(training.steps)
         )
-    trace, protocols = recorder.trace, [workers[rank] for rank in sorted(workers)]
+    trace = recorder.trace
     trace.worker_steps = training.steps
-    trace.worker_exchanges = [
-        protocol.exchanges_initiated + protocol.exchanges_answered for protocol in protocols
-    ]
     trace.models_sent = rows.models_sent
     trace.num_messages = dict(network.num_messages)
     return trace
@@ -89,9 +87,11 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
 class _Open:
     """An exchange that a worker is in."""
 
-    alpha_tilde: float
+    begin: Begin
     began_s: float
     snapshot: Tensor
+    moments: list[Tensor | None]
+    """The corrected ones that this end sends; None for one that its optimizer has not made yet."""
 
 
 class CarriedRows(Payload):
@@ -99,8 +99,10 @@ class CarriedRows(Payload):
 
     As on a real worker, an exchange freezes the phase at its start and the row flows to it; one
     snapshot then travels, and delta is computed from the same snapshot. A step boundary applies the
-    gradient step, then flows the row to the phase. If the optimizer's moments are due, they travel
-    along: when the peer's arrive, each end takes the mean of those and its own present ones.
+    gradient step, then flows the row to the phase. The optimizer's moments travel along as the
+    protocol says, as v / (1 - beta^t): when the peer's arrive, each end takes the mean of those and
+    its own present ones. A worker that has none, zeros alone, or one that is not finite takes none,
+    and neither does its peer.
     Between boundaries the row is x + pending of a real worker; the gradient under way is that of
     the row's value when its step began.
 
@@ -136,36 +138,50 @@ class CarriedRows(Payload):
         self._training.end_step(rank)
         self.population.flow(rank, self.phases[rank].at(now_s))
 
-    def exchange_began(self, rank: int, begin: Begin, now_s: float) -> tuple[Tensor, list[Tensor]]:
+    def exchange_began(
+        self, rank: int, begin: Begin, now_s: float
+    ) -> tuple[Tensor, list[Tensor | None]]:
         row = self.population.x[rank]
         theta = self.phases[rank].start_exchange(now_s)
         unflowed = row.clone() if self._is_released else None
         self.population.flow(rank, theta)
         snapshot = row.clone() if unflowed is None else unflowed
-        moments = [moment[rank].clone() for moment in self._training.moments_due(begin.id.counter)]
-        self._open[rank] = _Open(begin.alpha_tilde, now_s, snapshot)
-        self.models_sent += self.models(begin.id)
+        travelling = self._training.travelling(rank, begin.moments)
+        moments = [
+            moment / mass if mass and bool(moment.any() and moment.isfinite().all()) else None
+            for moment, mass in travelling
+        ]
+        self._open[rank] = _Open(begin, now_s, snapshot, moments)
+        self.models_sent += self.models(begin)
         return snapshot, moments
 
-    def models(self, id: ExchangeId) -> float:
-        return self._training.models_due(id.counter)
+    def models(self, begin: Begin) -> float:
+        travelling = self._training.travelling(0, begin.moments)
+        width = sum(moment.numel() for moment, _ in travelling)
+        return 1.0 + width / self.population.x.shape[1]
 
     def data_arrived(self, rank: int, id: ExchangeId, data: object, now_s: float) -> None:
         assert isinstance(data, tuple)
         peers, peers_moments = data
         exchange, population = self._open[rank], self.population
+        alpha_tilde = exchange.begin.alpha_tilde
         mine = population.x[rank].clone() if self._is_released else exchange.snapshot
-        population.apply(rank, mine, peers, exchange.alpha_tilde)
-        due = self._training.moments_due(id.counter)
-        for moment, peers_moment in zip(due, peers_moments, strict=True):
-            moment[rank].add_(peers_moment).mul_(0.5)
+        population.apply(rank, mine, peers, alpha_tilde)
+        travelling = self._training.travelling(rank, exchange.begin.moments)
+        for (moment, mass), sent, theirs in zip(
+            travelling, exchange.moments, peers_moments, strict=True
+        ):
+            if sent is not None and theirs is not None:
+                moment.add_(theirs, alpha=mass).mul_(0.5)
         if self._halves.pop(id, None) is None:
-            gain = 0.5 if population.c is None else 0.5 + 0.5 * (exchange.alpha_tilde - 0.5)
+            gain = 0.5 if population.c is None else 0.5 + 0.5 * (alpha_tilde - 0.5)
             self._halves[id] = (mine - peers)[: population.num_trained].double() * -gain
 
-    def exchange_ended(self, rank: int, id: ExchangeId, now_s: float) -> None:
+    def exchange_ended(
+        self, rank: int, id: ExchangeId, now_s: float, *, is_withdrawn: bool = False
+    ) -> None:
         exchange = self._open.pop(rank)
-        self.phases[rank].end_exchange(now_s)
+        self.phases[rank].end_exchange(now_s, is_withdrawn=is_withdrawn)
         self._interval(rank, "exchanging", exchange.began_s, now_s)
 
     def settle_drift(self) -> None:

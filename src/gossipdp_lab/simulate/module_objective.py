@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gossipdp.rules import at_least_1
@@ -167,7 +167,7 @@ class _ModuleSource(GradientSource):
             for name, buffer in self._model.named_buffers()
             if name not in self._layout.shapes
         }
-        self._together = vmap(grad_and_value(self._loss, has_aux=True))
+        self._together = vmap(grad(self._loss, has_aux=True))
         self._batches = [self._batches_of(rank) for rank in range(num_workers)]
         self._steps = [0] * num_workers
         self.start = self._layout.read(self._model).expand(num_workers, -1).clone()
@@ -230,14 +230,14 @@ class _ModuleSource(GradientSource):
             rows = x[begin : begin + most]
             trained, buffers = rows[:, : self.num_trained], rows[:, self.num_trained :]
             stacked = tree_map(lambda *each: torch.stack(each), *batches[begin : begin + most])
-            values, (losses, after) = self._together(trained, buffers, stacked)
-            found.append((values, after.detach() - buffers, losses.detach()))
+            values, after = self._together(trained, buffers, stacked)
+            found.append((values, after.detach() - buffers))
         return Gradients(*map(torch.cat, zip(*found, strict=True)))
 
     def _looped(self, x: Tensor, batches: Sequence[Any], seeds: Sequence[int]) -> Gradients:
         """Compute one row after the other, each with a random state of its own."""
         self._loss_of_model.train()
-        values, changes, losses = [], [], []
+        values, changes = [], []
         with torch.random.fork_rng(devices=[]):
             for row, batch, seed in zip(x, batches, seeds, strict=True):
                 torch.manual_seed(seed)
@@ -246,8 +246,7 @@ class _ModuleSource(GradientSource):
                 loss, after = self._loss(trained, buffers, batch)
                 values += torch.autograd.grad(loss, trained)
                 changes.append(after.detach() - buffers)
-                losses.append(loss.detach())
-        return Gradients(torch.stack(values), torch.stack(changes), torch.stack(losses))
+        return Gradients(torch.stack(values), torch.stack(changes))
 
     def _can_vectorize(self) -> bool:
         """Try vmap on a batch that training does not need, and return whether it works."""

@@ -26,9 +26,10 @@ from gossipdp.protocol.exchange_rate import ExchangeRate
 from gossipdp.protocol.members import Member
 from gossipdp.protocol.messages import Envelope, ExchangeId
 from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
+from gossipdp.protocol.pairing import MomentsDue
 from gossipdp.protocol.worker import Action, Method, WorkerProtocol
 
-Outcome: TypeAlias = Literal["running", "finished", "stopped", "crashed"]
+Outcome: TypeAlias = Literal["running", "finished", "withdrawn", "stopped", "crashed"]
 
 
 def make_workers(
@@ -40,11 +41,13 @@ def make_workers(
     timeout_s: float = 5.0,
     num_chunks: int = 1,
     sets_own_rate: bool = False,
+    moments_due: Callable[[], MomentsDue | None] = lambda: None,
 ) -> dict[int, WorkerProtocol]:
     """Make a protocol for every worker of the graph, each with its own random source.
 
     They know one another from the start, as after a rendezvous. ``sets_own_rate``: each exchanges
-    as often as its links allow, and ``constants`` are those of comm rate 1.
+    as often as its links allow, and ``constants`` are those of comm rate 1. ``moments_due`` makes
+    what says when a worker's moments travel.
     """
     graph = LiveGraph(constants)
     workers = {
@@ -57,6 +60,7 @@ def make_workers(
             random=Random(f"{seed} {rank} 0"),  # as a real worker of that seed
             num_chunks=num_chunks,
             exchange_rate=ExchangeRate() if sets_own_rate else None,
+            moments_due=moments_due(),
         )
         for rank in constants.workers
     }
@@ -100,15 +104,17 @@ class Payload:
         """Begin an exchange at ``rank``, and return the data that travel to its peer."""
         return None
 
-    def models(self, id: ExchangeId) -> float:
+    def models(self, begin: Begin) -> float:
         """Return how many models' worth of data each end sends in this exchange."""
         return 1.0
 
     def data_arrived(self, rank: int, id: ExchangeId, data: object, now_s: float) -> None:
         """Take the peer's data, which have arrived at ``rank`` whole, in its running exchange."""
 
-    def exchange_ended(self, rank: int, id: ExchangeId, now_s: float) -> None:
-        """End the exchange at ``rank``: finished, or stopped before or after data arrived."""
+    def exchange_ended(
+        self, rank: int, id: ExchangeId, now_s: float, *, is_withdrawn: bool = False
+    ) -> None:
+        """End the exchange at ``rank``: finished, withdrawn, or stopped; data may have arrived."""
 
 
 @dataclass(slots=True)
@@ -292,7 +298,7 @@ class VirtualNetwork:
         elif isinstance(action, Begin):
             self._begin(rank, action)
         elif isinstance(action, Withdrawn):
-            self._end(rank, "stopped")
+            self._end(rank, "withdrawn")
         else:
             raise RuntimeError(f"rank {rank} asks for {action}, though nothing went wrong")
 
@@ -313,7 +319,7 @@ class VirtualNetwork:
 
     def _set_alarm(self, rank: int) -> None:
         now = self.engine.now
-        due = max(now, self.workers[rank].next_deadline(now))
+        due = max(now, self.workers[rank].next_deadline())
         alarm = self._alarms.get(rank)
         if alarm is not None:
             if alarm.time == due and alarm.callback is not None:
@@ -358,7 +364,7 @@ class VirtualNetwork:
             )
         exchange = self.exchanges.get(begin.id)
         if exchange is None:
-            transfer_s = self.conditions.transfer_s(rank, peer) * self._payload.models(begin.id)
+            transfer_s = self.conditions.transfer_s(rank, peer) * self._payload.models(begin)
             exchange = Exchange(begin.id, transfer_s)
             self.exchanges[begin.id] = exchange
         exchange.ends[rank] = End(now, begin.alpha_tilde)
@@ -418,7 +424,8 @@ class VirtualNetwork:
     def _end(self, rank: int, outcome: Outcome) -> None:
         exchange = self._running.pop(rank)
         self._held.pop(rank, None)
-        self._payload.exchange_ended(rank, exchange.id, self.engine.now)
+        is_withdrawn = outcome == "withdrawn"
+        self._payload.exchange_ended(rank, exchange.id, self.engine.now, is_withdrawn=is_withdrawn)
         end = exchange.ends[rank]
         end.ended, end.outcome = self.engine.now, outcome
         self.num_exchanges += exchange.is_complete

@@ -29,21 +29,14 @@ class Gradients:
     Attributes:
         values: gradients of the trained columns; (k, num_trained).
         buffer_changes: changes of the buffer columns; (k, d - num_trained).
-        losses: training loss of each batch; (k,).
     """
 
     values: Tensor
     buffer_changes: Tensor
-    losses: Tensor
 
     def rows(self) -> list[Gradients]:
         """Return those of each worker, as views."""
-        parts = zip(
-            torch.split(self.values, 1),
-            torch.split(self.buffer_changes, 1),
-            torch.split(self.losses, 1),
-            strict=True,
-        )
+        parts = zip(self.values.split(1), self.buffer_changes.split(1), strict=True)
         return [Gradients(*part) for part in parts]
 
 
@@ -208,13 +201,11 @@ class QuadraticSource(GradientSource):
 
     def gradients(self, ranks: Sequence[int], x: Tensor) -> Gradients:
         rows = list(ranks)
-        away, drifts = x - self.optimum, self.drifts.index_select(0, torch.tensor(rows))
-        pull = away * self.eigenvalues
-        values = pull + drifts
-        losses = ((0.5 * pull + drifts) * away).sum(dim=1)
+        drifts = self.drifts.index_select(0, torch.tensor(rows))
+        values = (x - self.optimum) * self.eigenvalues + drifts
         if self._deviation:
             values += torch.from_numpy(self._draw(rows)) * self._deviation
-        return Gradients(values, x.new_zeros(len(rows), 0), losses)
+        return Gradients(values, x.new_zeros(len(rows), 0))
 
     def evaluate(self, x: Tensor) -> Evaluation:
         away = x - self.optimum

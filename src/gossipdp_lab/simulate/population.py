@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gossipdp.dynamics import update
+from gossipdp.dynamics.chunks import Moment
+from gossipdp.parallel.moments import chosen_moments, decay_of, moments_due
+from gossipdp.protocol.pairing import MomentsDue
 from gossipdp_lab.simulate.objectives import Gradients, GradientSource
 from gossipdp_lab.simulate.scenario import MakeOptimizer, Scenario
 
@@ -148,6 +152,10 @@ class RowOptimizers:
                 ]
         return found
 
+    def of(self, rank: int) -> list[Optimizer]:
+        """Return the optimizers of one worker."""
+        return self._optimizers[rank]
+
     @torch.no_grad()
     def changes(self, ranks: Sequence[int], x: Tensor, gradients: Tensor, factor: float) -> Tensor:
         """Return the change of its row by one step of each of ``ranks``; (k, d).
@@ -179,7 +187,8 @@ class Training:
 
     Without a ``source`` (consensus) steps only count. The learning rate follows ``schedule``, a
     function of the share of ``end_s`` that has passed.
-    ``exchange_moments`` gives the periods of the optimizer's tensors that exchanges average.
+    ``exchange_moments`` are the optimizer's tensors that exchanges average: True for the library's
+    choice, or their periods by name.
     """
 
     def __init__(
@@ -190,7 +199,7 @@ class Training:
         *,
         schedule: Callable[[float], float] | None = None,
         end_s: float = 1.0,
-        exchange_moments: Mapping[str, int] | None = None,
+        exchange_moments: bool | Mapping[str, int] = False,
     ) -> None:
         self.source = source
         self.population = population
@@ -203,13 +212,20 @@ class Training:
         self._factors = [1.0] * len(population.x)
         self._under_way: dict[int, None] = {}
         self._found: dict[int, Gradients] = {}
-        self._moments = dict(exchange_moments or {})
-        if unknown := sorted(self._moments.keys() - self._state.keys()):
+        self._is_default = exchange_moments is True
+        named = set() if isinstance(exchange_moments, bool) else set(exchange_moments)
+        if unknown := sorted(named - self._state.keys()):
             raise ValueError(
                 f"exchange_moments names {', '.join(unknown)}, which the optimizer does not keep; "
                 f"choose among {', '.join(sorted(self._state)) or 'none'}"
             )
-        self._loss_sum, self._num_losses = 0.0, 0
+        own = [] if self.optimizers is None else self.optimizers.of(0)
+        chosen = chosen_moments(exchange_moments, own)
+        moments: dict[str, Moment] = {}
+        for each, periods in zip(own, chosen, strict=True):
+            for name, period in periods.items():  # of all optimizers in one row
+                moments.setdefault(name, Moment(name, period, decay_of(name, each)))
+        self._moments = list(moments.values())
 
     @classmethod
     def of(cls, scenario: Scenario, *, momentum: bool, starts_alike: bool = False) -> Training:
@@ -258,12 +274,9 @@ class Training:
         return self._schedule(min(1.0, now_s / self._end_s))
 
     def gradients(self, ranks: Sequence[int], x: Tensor) -> Gradients:
-        """Return the next gradients of ``ranks`` at rows ``x``; their losses count."""
+        """Return the next gradients of ``ranks`` at rows ``x``."""
         assert self.source is not None
-        found = self.source.gradients(ranks, x)
-        self._loss_sum += float(found.losses.sum())
-        self._num_losses += len(ranks)
-        return found
+        return self.source.gradients(ranks, x)
 
     def changes(self, ranks: Sequence[int], x: Tensor, found: Gradients, factor: float) -> Tensor:
         """Return the changes of their rows by the steps of ``ranks``; (k, d)."""
@@ -274,17 +287,15 @@ class Training:
             changes = torch.cat([changes, found.buffer_changes], dim=1)
         return changes
 
-    def moments_due(self, count: int) -> list[Tensor]:
-        """Return the tensors, (n, d), of the optimizer that a ``count``-th exchange averages."""
-        return [self._state[name] for name, every in self._moments.items() if count % every == 0]
+    def moments_due(self) -> MomentsDue | None:
+        """Return what says when one worker's moments travel: the library's rule."""
+        return moments_due(self._moments, is_default=self._is_default)
 
-    def models_due(self, count: int) -> float:
-        """Return how many models, moments too, either end sends in a ``count``-th exchange."""
-        moments = sum(moment.shape[1] for moment in self.moments_due(count))
-        return 1.0 + moments / self.population.x.shape[1]
-
-    def take_loss(self) -> float:
-        """Return the mean loss of the batches evaluated since the last call; NaN for none."""
-        mean = self._loss_sum / self._num_losses if self._num_losses else math.nan
-        self._loss_sum, self._num_losses = 0.0, 0
-        return mean
+    def travelling(self, rank: int, periods: Collection[int]) -> list[tuple[Tensor, float]]:
+        """Return a worker's moments of these periods, each with its mass 1 - beta^t."""
+        steps = self.steps[rank]
+        return [
+            (self._state[each.name][rank], replace(each, steps=steps).mass)
+            for each in self._moments
+            if each.period in periods
+        ]

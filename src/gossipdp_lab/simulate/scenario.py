@@ -200,8 +200,8 @@ class Scenario(Checked):
         seed: of everything random in the run.
         num_records: number of points of its time series, evenly spaced.
         stop_below: end once the consensus distance is below this share of its first value.
-        exchange_moments: which of the optimizer's tensors, such as ``exp_avg_sq``, are averaged
-            too, and at every how many of the exchanges that a worker asks for; at "links" only.
+        exchange_moments: the optimizer's tensors that are averaged too, at "links" only, as in
+            ``Exchange(moments=)``: True for the library's choice, or periods by name.
         schedule: the factor on the learning rate at a share of the run, 0 to 1; None: always 1.
         keep_timeline: record what each worker does when.
     """
@@ -220,7 +220,7 @@ class Scenario(Checked):
     seed: int = 0
     num_records: int = option(100, at_least_1)
     stop_below: float = option(0.0, partial(number, below=1.0))
-    exchange_moments: Mapping[str, int] = field(default_factory=dict)
+    exchange_moments: bool | Mapping[str, int] = False
     schedule: Callable[[float], float] | None = None
     keep_timeline: bool = False
 
@@ -236,7 +236,8 @@ class Scenario(Checked):
                 "exchange_moments has no effect at fidelity 'ideal', whose exchanges carry no "
                 "moments: choose fidelity 'links'"
             )
-        for name, every in self.exchange_moments.items():
+        named = {} if isinstance(self.exchange_moments, bool) else self.exchange_moments
+        for name, every in named.items():
             at_least_1(f"exchange_moments[{name!r}]", every)
 
     @property

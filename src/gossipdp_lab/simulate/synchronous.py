@@ -10,7 +10,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from gossipdp_lab.simulate.population import Training
@@ -42,8 +41,8 @@ class Rounds(ABC):
         row = self.population.x[0]
         model_bytes = scenario.model_bytes or float(row.numel() * row.element_size())
         self._draw_transfer_s = scenario.links.begin(scenario.seed, model_bytes)
-        self._used: list[tuple[int, int]] = []
-        """The edges of this round, each once for every time that it is used."""
+        self._num_exchanges = 0
+        """Of this round: its edges, each once for every time that it is used."""
         self._models_sent = 0.0
         """By all workers in this round."""
 
@@ -51,13 +50,12 @@ class Rounds(ABC):
         """Simulate all rounds of the scenario."""
         draw_step_s = self.scenario.compute_time.begin(self.scenario.seed)
         recorder, num_workers, trace = self.recorder, len(self.ranks), self.recorder.trace
-        worker_exchanges = np.zeros(num_workers, dtype=np.int64)
         now_s, idle_s, num_exchanges, goes_on = [0.0] * num_workers, 0.0, 0, True
         while True:
             computed_s = [begun_s + draw_step_s(rank) for rank, begun_s in enumerate(now_s)]
             for rank in self.ranks:
                 recorder.interval(rank, "computing", now_s[rank], computed_s[rank])
-            self._used, self._models_sent = [], 0.0
+            self._num_exchanges, self._models_sent = 0, 0.0
             ended_s = self.communicate(computed_s)
             num_rounds = self.number - 1
             while goes_on and recorder.next_s < max(ended_s) * (1 - CLOCK_TOLERANCE):
@@ -71,13 +69,10 @@ class Rounds(ABC):
                 break
             self.step(self.training.factor(max(now_s)))
             idle_s += math.fsum(ended_s) - math.fsum(computed_s)
-            num_exchanges += len(self._used)
+            num_exchanges += self._num_exchanges
             trace.models_sent += self._models_sent
-            used = np.array(self._used, dtype=np.int64).ravel()
-            worker_exchanges += np.bincount(used, minlength=num_workers)
             self.number, now_s = self.number + 1, ended_s
         trace.worker_steps = [num_rounds] * num_workers
-        trace.worker_exchanges = worker_exchanges.tolist()
         return trace
 
     @abstractmethod
@@ -104,7 +99,7 @@ class Rounds(ABC):
         for i, j in edges:
             share_s = hops / num_workers * self._draw_transfer_s(i, j)
             slowest_s = max(slowest_s, share_s + hops * self.scenario.links.latency_s(i, j))
-        self._used += edges
+        self._num_exchanges += len(edges)
         self._models_sent += hops
         all_computed_s = max(computed_s)
         end_s = all_computed_s + slowest_s

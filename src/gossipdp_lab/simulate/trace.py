@@ -42,7 +42,6 @@ class Record(NamedTuple):
     Attributes:
         time_s: virtual time, in seconds.
         loss: of the mean of the workers, over the training objective; NaN without gradients.
-        batch_loss: mean over the batches since the last record; NaN for none.
         metric: of the mean of the workers on held-out data; NaN where there is none.
         consensus_distance: (1/n) sum_i |x_i - mean|^2.
         exchanges: so far, over the network; a synchronous round counts the edges it used.
@@ -53,7 +52,6 @@ class Record(NamedTuple):
 
     time_s: float
     loss: float
-    batch_loss: float
     metric: float
     consensus_distance: float
     exchanges: int
@@ -72,7 +70,6 @@ class Trace:
         unit_s: the duration of an ordinary gradient step: the unit of time.
         records: in the order of time; the first is the start.
         worker_steps: gradient steps of each worker.
-        worker_exchanges: exchanges of each worker, both those it asked for and those it answered.
         models_sent: by all workers, in models; moments count as models.
         num_messages: control messages sent, by type; empty where there are none.
         intervals: each activity of each worker, if the scenario asks for it.
@@ -84,7 +81,6 @@ class Trace:
     unit_s: float
     records: list[Record] = field(default_factory=list)
     worker_steps: list[int] = field(default_factory=list)
-    worker_exchanges: list[int] = field(default_factory=list)
     models_sent: float = 0.0
     num_messages: dict[str, int] = field(default_factory=dict)
     intervals: list[Interval] = field(default_factory=list)
@@ -203,7 +199,6 @@ class Recorder:
             Record(
                 time_s=time_s,
                 loss=judged.loss,
-                batch_loss=training.take_loss(),
                 metric=math.nan if judged.metric is None else judged.metric,
                 consensus_distance=population.consensus_distance(),
                 exchanges=exchanges,

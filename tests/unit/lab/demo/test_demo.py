@@ -7,15 +7,7 @@ from msgspec.structs import replace
 
 from gossipdp.observe.log import CountsRecord, Record, StartRecord
 from gossipdp.parallel.options import METHODS
-from gossipdp_lab.demo import DEFAULT_SAMPLES, DemoArguments
-from gossipdp_lab.demo.training import (
-    DIGEST,
-    METRIC,
-    average_digests,
-    averaged_together,
-    not_back,
-    summarize,
-)
+from gossipdp_lab.demo import DEFAULT_SAMPLES, DemoArguments, training
 from gossipdp_lab.report.run_log import RunLog, WorkerLog
 from gossipdp_lab.tasks import WORKLOADS
 
@@ -34,7 +26,7 @@ def make_log(num_workers: int, *, killed: Collection[int] = (), late: int = -1) 
         last = CountsRecord(4.0 + rank, **counts, exchanges_initiated=50, exchanges_answered=49)
         records: list[Record] = [StartRecord(rank, num_workers, 1, 0.0, {}), last]
         if rank not in killed:
-            values = {METRIC: 0.97, DIGEST: "cd" if rank == late else "ab"}
+            values = {training.METRIC: 0.97, training.DIGEST: "cd" if rank == late else "ab"}
             left = replace(last, time_s=6.0, state="left", consensus_distance=0.01, logged=values)
             records.append(left)
         workers[rank] = WorkerLog()
@@ -43,7 +35,7 @@ def make_log(num_workers: int, *, killed: Collection[int] = (), late: int = -1) 
 
 
 def test_the_results_are_those_of_all_workers():
-    summary = summarize({"test_accuracy": 0.98}, make_log(2), {})
+    summary = training.summarize({"test_accuracy": 0.98}, make_log(2), {})
     assert summary["train_seconds"] == 5.0
     assert summary["samples"] == 6432
     assert summary["achieved_comm_rate"] == 2 * 100 / 201
@@ -54,8 +46,8 @@ def test_the_results_are_those_of_all_workers():
 
 def test_a_worker_that_was_killed_has_results_but_no_model():
     log = make_log(3, killed=[0])
-    assert averaged_together(log) == [1, 2]
-    summary = summarize({}, log, {})
+    assert training.averaged_together(log) == [1, 2]
+    summary = training.summarize({}, log, {})
     assert summary["workers"][0]["metric_before_average"] is None
     assert summary["workers"][0]["gradient_steps"] == 100
     assert summary["consensus_distance"] == 0.01
@@ -63,10 +55,10 @@ def test_a_worker_that_was_killed_has_results_but_no_model():
 
 def test_one_that_came_too_late_does_not_hold_the_average():
     log = make_log(3, late=0)
-    assert averaged_together(log) == [1, 2]
-    assert average_digests(log).keys() == {0, 1, 2}
+    assert training.averaged_together(log) == [1, 2]
+    assert training.average_digests(log).keys() == {0, 1, 2}
     with pytest.raises(ValueError, match="no worker came to the end"):
-        averaged_together(make_log(3, killed=range(3)))
+        training.averaged_together(make_log(3, killed=range(3)))
 
 
 def test_the_run_outlasts_its_faults_unless_its_samples_are_given():
@@ -79,6 +71,6 @@ def test_the_run_outlasts_its_faults_unless_its_samples_are_given():
 
 def test_a_worker_that_did_not_come_back_is_named():
     fault = {"rank": 2, "kind": "kill", "at_s": 5.04, "detected_s": {}, "rejoined_s": None}
-    assert not_back([fault]) == ["worker 2, killed at 5.0 s, did not come back"]
+    assert training.not_back([fault]) == ["worker 2, killed at 5.0 s, did not come back"]
     others = {**fault, "rejoined_s": 1.0}, {**fault, "kind": "stop"}, {**fault, "missed": "no"}
-    assert not_back(others) == []
+    assert training.not_back(others) == []

@@ -13,14 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 from gossipdp.gossip.counters import Counters
+from gossipdp.observe import log as logs
 from gossipdp.observe.goodput import Part
-from gossipdp.observe.log import (
-    CountsRecord,
-    ProcessEndRecord,
-    RunLogWriter,
-    StartRecord,
-    worker_file,
-)
+from gossipdp.observe.log import CountsRecord, ProcessEndRecord, RunLogWriter, StartRecord
 from gossipdp.protocol.actions import Notice
 from gossipdp_lab.report.command import render
 from gossipdp_lab.report.run_log import RunLog, WorkerLog
@@ -307,7 +302,7 @@ def two_lives(directory: Path) -> None:
         for life, start_s in enumerate((50.0, 158.0)):
             now[0] = start_s + rank
             times = {"clock": lambda: now[0], "date": lambda: began_s + now[0]}
-            path = worker_file(directory, rank)
+            path = logs.worker_file(directory, rank)
             log = RunLogWriter(path, run_id=str(life), resumes=True, **times)
             log.start(rank=rank, num_workers=2, configuration={"method": "gossip"})
             for step in range(1, 101):

@@ -10,23 +10,11 @@ import pytest
 import tyro
 
 from gossipdp.cli.main import main
-from gossipdp_lab.simulate import study
-from gossipdp_lab.simulate.command import (
-    Run,
-    SimulateArguments,
-    as_json,
-    make_runs,
-    notes,
-    opening,
-    table,
-    timeline_jobs,
-)
+from gossipdp_lab.simulate import command, study
 from gossipdp_lab.simulate.scenario import ConstantTime, Link, LinkModel, SlowedTime
 from gossipdp_lab.simulate.study import simulate_all
 from gossipdp_lab.simulate.trace import TAIL_LOWEST, lowest_share
 from gossipdp_lab.tasks.digits import SGD
-
-DOCS = Path(__file__).parents[4] / "docs"
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +29,12 @@ def simulate(words: str) -> int:
     return main(["simulate", *words.split()])
 
 
-def arguments_of(words: str) -> SimulateArguments:
-    return tyro.cli(SimulateArguments, args=words.split())
+def arguments_of(words: str) -> command.SimulateArguments:
+    return tyro.cli(command.SimulateArguments, args=words.split())
 
 
-def runs_of(words: str) -> list[Run]:
-    return make_runs(arguments_of(words))
+def runs_of(words: str) -> list[command.Run]:
+    return command.make_runs(arguments_of(words))
 
 
 def results(words: str) -> tuple[Any, str]:
@@ -54,8 +42,8 @@ def results(words: str) -> tuple[Any, str]:
     runs = runs_of(words)
     traces = simulate_all([run.job for run in runs], processes=1)
     found = list(zip(runs, traces, strict=True))
-    said = "\n".join(notes(found))
-    return as_json(arguments_of(words), found), said
+    said = "\n".join(command.notes(found))
+    return command.as_json(arguments_of(words), found), said
 
 
 def strict(path: Path) -> Any:
@@ -76,7 +64,8 @@ def test_runs_are_as_long_as_theory_says_or_as_is_affordable():
     assert (ours.job.method, gossip.job.method) == ("a2cid2", "gossip")
     # Gossip needs longer, in proportion to theory's rates.
     assert gossip.job.scenario.num_steps > 10 * ours.job.scenario.num_steps
-    said = "\n".join(opening(arguments_of("--graph ring"), runs_of("--graph ring --workers 512")))
+    given = arguments_of("--graph ring"), runs_of("--graph ring --workers 512")
+    said = "\n".join(command.opening(*given))
     assert "gossip: 15,258 steps at most, since the" in said
     assert "--steps sets another length" in said
     for words in ("--graph ring --methods a2cid2", "--methods allreduce", "--graph star"):
@@ -110,9 +99,9 @@ def test_options_become_a_scenario(words, expected):
 
 
 def test_the_timeline_of_the_docs_idles_as_they_say():
-    page = (DOCS / "simulator.md").read_text()
+    page = (Path(__file__).parents[4] / "docs/simulator.md").read_text()
     (words,) = re.findall(r"^    gossipdp simulate (.*--timeline)$", page, re.M)
-    traces = simulate_all(timeline_jobs(runs_of(words)), processes=1)
+    traces = simulate_all(command.timeline_jobs(runs_of(words)), processes=1)
     gossip, allreduce = (trace.records[-1].idle_share for trace in traces)
     assert gossip == 0.0
     assert allreduce == pytest.approx(0.59, abs=0.005)
@@ -168,8 +157,8 @@ def test_a_run_that_diverges():
     (trace,) = simulate_all([run.job], processes=1)
     trace.records[-1] = trace.records[-1]._replace(consensus_distance=math.inf, loss=math.inf)
     diverged = [(run, trace)]
-    assert "diverged" in list(table(diverged).columns[1].cells)
-    written = as_json(arguments_of("--workload digits"), diverged)
+    assert "diverged" in list(command.table(diverged).columns[1].cells)
+    written = command.as_json(arguments_of("--workload digits"), diverged)
     assert written["runs"][0]["loss"][-1] == math.inf  # null in the file
 
 

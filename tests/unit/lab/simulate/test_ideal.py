@@ -33,7 +33,6 @@ def star(dtype: torch.dtype = torch.float64, *, momentum: bool = True) -> Popula
 
 
 STAR = Constants.of(build_graph("star", NUM_WORKERS))
-ACCELERATED = {"eta": STAR.eta, "alpha_tilde": STAR.alpha_tilde}
 
 
 class Recorded(PoissonEdges):
@@ -80,7 +79,7 @@ def test_the_compiled_loop_agrees_with_the_update_of_real_workers(momentum, is_r
     results, counts = [], []
     for edges_type in (PoissonEdges, ByUpdate):
         population = star(dtype, momentum=momentum)
-        rates = ACCELERATED if momentum else {}
+        rates = {"eta": STAR.eta, "alpha_tilde": STAR.alpha_tilde} if momentum else {}
         edges = edges_of(population, STAR, edges_type, is_released=is_released, **rates)
         for until_s in (1.0, 7.5, 20.0):
             edges.advance(until_s)

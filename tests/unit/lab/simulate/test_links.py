@@ -71,13 +71,12 @@ def test_the_trace_of_a_run():
     # Every worker was caught in the middle of its first step, and ends 40 of them.
     assert trace.worker_steps == [40] * 8
     assert last.gradient_steps == sum(trace.worker_steps)
-    assert 0 <= sum(trace.worker_exchanges) - 2 * last.exchanges <= 4  # one end may be ahead
     assert trace.num_messages["Propose"] >= last.exchanges
     assert trace.num_messages["Accept"] >= last.exchanges
     assert last.idle_share == 0
     computing = [interval for interval in trace.intervals if interval.activity == "computing"]
     exchanging = [interval for interval in trace.intervals if interval.activity == "exchanging"]
-    assert len(exchanging) == sum(trace.worker_exchanges)
+    assert 0 <= len(exchanging) - 2 * last.exchanges <= 4  # one end may be ahead
     for rank in range(8):
         own = [interval for interval in computing if interval.rank == rank]
         assert all(one.end_s == other.start_s for one, other in pairwise(own))

@@ -61,12 +61,9 @@ def make_network(graph_name: str, num_workers: int, **changes: object) -> Faulty
         "step_s": lambda rank: 0.2,
     }
     constants = Constants.of(build_graph(graph_name, num_workers))
-    return FaultyNetwork(
-        make_workers(constants, seed=0, num_chunks=3),
-        constants.edges,
-        Conditions(**(conditions | changes)),  # type: ignore[arg-type]
-        keeps_exchanges=True,
-    )
+    workers = make_workers(constants, seed=0, num_chunks=3)
+    given = Conditions(**(conditions | changes))  # type: ignore[arg-type]
+    return FaultyNetwork(workers, constants.edges, given, keeps_exchanges=True)
 
 
 def test_a_finished_network_falls_quiet():

@@ -7,15 +7,8 @@ from statistics import fmean, pstdev
 
 import pytest
 
+from gossipdp_lab.simulate import ConstantTime, Link, LinkModel, LognormalTime, Scenario, SlowedTime
 from gossipdp_lab.simulate.objectives import Quadratic
-from gossipdp_lab.simulate.scenario import (
-    ConstantTime,
-    Link,
-    LinkModel,
-    LognormalTime,
-    Scenario,
-    SlowedTime,
-)
 
 MODELS = [
     ConstantTime(0.2),

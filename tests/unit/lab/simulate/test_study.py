@@ -44,7 +44,7 @@ def asking(*, fails: bool = False) -> Scenario:
         start, num_trained = torch.zeros(1, 1), 1
 
         def gradients(self, ranks: Sequence[int], x: Tensor) -> Gradients:
-            return Gradients(torch.zeros_like(x), x[:, :0], x[:, 0])
+            return Gradients(torch.zeros_like(x), x[:, :0])
 
         def evaluate(self, x: Tensor) -> Evaluation:
             return Evaluation(torch.get_num_threads(), os.getpid())

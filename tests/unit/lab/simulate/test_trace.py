@@ -54,7 +54,7 @@ def test_the_digest_covers_what_happened_and_not_how_long_it_took():
     others = [
         make(method="none"),
         make(records=[record(loss=float("nan"), drift=2.0)]),
-        make(worker_exchanges=[1, 1]),
+        make(worker_steps=[1, 1]),
         make(num_messages={"Busy": 1}),
         make(intervals=[Interval(0, "waiting", 0.0, 1.0)]),
     ]

@@ -13,9 +13,7 @@ from gossipdp_lab.tasks.text import Gpt
 
 
 @pytest.fixture
-def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BytesGptOptions:
-    for variable in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(variable, raising=False)
+def options(tmp_path: Path) -> BytesGptOptions:
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 60)
     return BytesGptOptions(
