@@ -52,8 +52,9 @@ parser.add_argument("--output", type=Path, default=Path("runs/complete"))
 options = parser.parse_args()
 
 digits = load_digits()
-images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-labels = torch.tensor(digits.target)
+mixed = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
+images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1)[mixed] / 16
+labels = torch.tensor(digits.target)[mixed]  # the last ones have other writers
 data = Digits(images[:1440], labels[:1440])
 valid = images[1440:], labels[1440:]
 
@@ -95,6 +96,5 @@ for epoch, batches in model.epochs(loader, options.epochs):
         model.log(accuracy=accuracy)
         print(f"epoch {epoch}: accuracy {accuracy:.4f}", flush=True)
 
-model.save_checkpoint()
 end = model.consolidate()  # from here on all workers hold the same average
 print(f"worker {model.rank}: {end.samples} samples, accuracy {accuracy_of(ema, *valid):.4f}")

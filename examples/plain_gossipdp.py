@@ -3,7 +3,7 @@
     gossipdp run -n 4 examples/plain_gossipdp.py
     torchrun --nproc-per-node 4 examples/plain_gossipdp.py
 
-Three lines of the code are other ones: an import, the wrapping, and consolidate().
+Three lines differ: an import, the wrapping, and consolidate().
 """
 
 import torch

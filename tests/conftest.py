@@ -5,6 +5,7 @@ import functools
 import gc
 import itertools
 import logging
+import os
 import signal
 import sys
 import warnings
@@ -28,6 +29,9 @@ from gossipdp.links.tls import make_tls_files
 
 TESTS = Path(__file__).parent
 LONG = {name for name, _ in read_list((TESTS / "long.txt").read_text())}
+# What a launcher around the tests, or their user's shell, may have set.
+SET_OUTSIDE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "GOSSIPDP_LOG")
+SET_OUTSIDE += ("GOSSIPDP_SECRET", "GOSSIPDP_STATUS_PORT", "GOSSIPDP_STATUS_HOST")
 hypothesis.settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 hypothesis.settings.register_profile("explore", print_blob=True, deadline=None)
 hypothesis.settings.load_profile("fixed" if exploring.SEED is None else "explore")
@@ -36,6 +40,8 @@ Workers = Callable[..., list[Any]]
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let hypothesis draw from the seed that the header shows; let only listed tests be skipped."""
+    for name in SET_OUTSIDE:
+        os.environ.pop(name, None)
     config.pluginmanager.register(ListedSkips(TESTS / "skips.txt"))
     if exploring.SEED is not None:
         config.option.hypothesis_seed = str(exploring.SEED)
@@ -106,6 +112,7 @@ def pytest_runtest_teardown() -> None:
     logger.handlers, logger.propagate = [], True
     logger.setLevel(logging.NOTSET)
     logs._handler = logs._is_lead = None
+    os.environ.pop("GOSSIPDP_LOG", None)  # as main() sets it for workers
 
 
 @pytest.fixture(scope="session")

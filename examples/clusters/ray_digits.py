@@ -1,4 +1,4 @@
-"""Four workers as actors on a Ray cluster; Ray starts again whoever dies.
+"""Four workers as actors on a Ray cluster; Ray restarts each that dies.
 
 python ray_digits.py                     on a Ray of this machine, made for this run
 python ray_digits.py --address auto      on the cluster that this machine is part of
@@ -20,8 +20,9 @@ def train(budget_samples: int, tls: str | None) -> tuple[float, float]:
     from gossipdp import GossipDataParallel, Network
 
     digits = load_digits()
-    inputs = torch.tensor(digits.data, dtype=torch.float32) / 16
-    labels = torch.tensor(digits.target)
+    mixed = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
+    inputs = torch.tensor(digits.data, dtype=torch.float32)[mixed] / 16
+    labels = torch.tensor(digits.target)[mixed]  # the last ones have other writers
     training = torch.utils.data.TensorDataset(inputs[:1437], labels[:1437])
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))

@@ -1,12 +1,15 @@
-"""Fixtures of unit tests: a world of workers' transports, open descriptors, a fake card."""
+"""Fixtures of unit tests: workers' transports, status servers, open descriptors, a fake card."""
 
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_card import FakeCard, fake_card
 from links import World
+
+from gossipdp.observe.server import Page, StatusServer
 
 
 @pytest.fixture
@@ -15,6 +18,25 @@ def world(run_tls: Path) -> Iterator[World]:
     yield world
     for node in list(world.nodes):
         world.close(node)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., StatusServer]]:
+    """``serve(pages)``: a status server of these pages, or whose ``/status`` is what is called."""
+    servers: list[StatusServer] = []
+
+    def start(pages: Any = lambda: b"{}", **options: Any) -> StatusServer:
+        server = StatusServer("127.0.0.1", 0, **options)
+        servers.append(server)
+        server.serve({"/status": Page("application/json", pages)} if callable(pages) else pages)
+        return server
+
+    yield start
+    for server in servers:
+        server.close()
+        assert server._thread is not None
+        assert not server._thread.is_alive()
+        StatusServer(*server.address).close()  # the port is free
 
 
 @pytest.fixture

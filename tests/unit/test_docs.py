@@ -188,8 +188,6 @@ def run_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[str], dict[str, Any]]]:
     """Run a program as one worker; its names when it has ended."""
-    for variable in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(variable, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(study, "WORTH_PROCESSES_S", math.inf)  # those would import torch anew
 

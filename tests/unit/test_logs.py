@@ -6,12 +6,6 @@ from gossipdp import logs
 from gossipdp.logs import OF_RUN
 
 
-@pytest.fixture(autouse=True)
-def unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GOSSIPDP_LOG", raising=False)
-    monkeypatch.delenv("RANK", raising=False)
-
-
 def test_by_default_nothing_is_attached():
     logs.configure()
     logger = logging.getLogger("gossipdp")

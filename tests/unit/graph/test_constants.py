@@ -28,16 +28,6 @@ def test_ring_closed_forms(num_workers):
     assert constants.chi2 == pytest.approx((num_workers - 1) / num_workers)
 
 
-@pytest.mark.parametrize("num_workers", [2, 3, 7, 64])
-def test_the_complete_graph_is_not_accelerated(num_workers):
-    constants = of("complete", num_workers)
-    expected = (num_workers - 1) / num_workers
-    assert constants.chi1 == pytest.approx(expected)
-    assert constants.chi2 == pytest.approx(expected)
-    assert constants.alpha_tilde == pytest.approx(0.5)
-    assert constants.eta == pytest.approx(1 / (2 * expected))
-
-
 @pytest.mark.parametrize("least_bits", [0.0, 1e-15, -1e-15])
 def test_no_rounding_brings_the_gain_below_one_half(monkeypatch, least_bits):
     """Processors round differently, and every worker refuses a gain below 1/2."""
@@ -70,11 +60,6 @@ def test_formulas_of_eta_and_alpha_tilde():
     )
 
 
-def test_neighbours_ascend_and_rates_add_up():
-    assert list(of("ring", 5).neighbours(2)) == [1, 3]
-    assert of("ring", 64).exchanges_per_unit_time == pytest.approx(32.0)
-
-
 def test_one_worker():
     constants = of("ring", 1)
     assert constants.edges == ()
@@ -105,10 +90,6 @@ def test_unequal_rates_agree_with_the_pseudo_inverse(name):
     resistances = np.einsum("ei,ij,ej->e", differences, np.linalg.pinv(laplacian), differences)
     assert constants.chi1 == pytest.approx(1 / np.linalg.eigvalsh(laplacian)[1], rel=1e-9)
     assert constants.chi2 == pytest.approx(resistances.max() / 2, rel=1e-9)
-
-
-def test_the_same_graph_and_rates_are_worked_out_once():
-    assert of("ring", 5)._spectrum is of("ring", 5)._spectrum
 
 
 # The speed of agreement.

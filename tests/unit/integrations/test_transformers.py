@@ -57,7 +57,6 @@ def train(folder: Path, *callbacks: Any, **options: Any) -> nn.Module:
 
 
 def stepping(step: Callable[..., object]) -> Any:
-    """Return a callback that calls ``step(**others)`` at the end of each step."""
     import transformers
 
     class Stepping(transformers.TrainerCallback):
@@ -111,8 +110,7 @@ def test_training_again_after_an_exception_ends_the_part_before(tmp_path):
     trained.train()
     with pytest.raises(RuntimeError, match="closed"):
         wrappers[0].consolidate()
-    assert wrappers[0].stats().samples == 8
-    assert gossip.model.stats().samples == 16
+    assert (wrappers[0].stats().samples, gossip.model.stats().samples) == (8, 16)
 
 
 def test_a_schedule_follows_the_whole_run(tmp_path):

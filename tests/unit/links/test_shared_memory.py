@@ -321,12 +321,8 @@ def test_memory_of_another_user_is_not_mapped(world, caplog):
         print(segment.offer.hex(), flush=True)
         sys.stdin.read()
     """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    words, pipe = [sys.executable, "-c", textwrap.dedent(code)], subprocess.PIPE
+    process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
     with process:
         assert process.stdout is not None
         offer = bytes.fromhex(process.stdout.readline())

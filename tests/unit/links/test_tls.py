@@ -64,7 +64,6 @@ def other_authority(new_authority: Any) -> Any:
 
 
 def locked(key: bytes) -> bytes:
-    """Return the key encrypted."""
     pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     secret = serialization.BestAvailableEncryption(b"hush")
     return serialization.load_pem_private_key(key, None).private_bytes(pem, form, secret)

@@ -62,8 +62,7 @@ def test_one_worker_names_all_and_then_all_are_asked():
     assert worker(seen, 0).loss is None
     assert set(job.board.addresses()) == {address_of(rank) for rank in range(4)}
     seen = job.look({rank: status(rank) for rank in range(4)})
-    assert seen.num_answering == 4
-    assert seen.loss == 2.5
+    assert (seen.num_answering, seen.loss) == (4, 2.5)
     assert (seen.samples, worker(seen, 0).samples) == (400, 100)
     assert {each.state for each in seen.workers} == {"training"}
 

@@ -1,22 +1,20 @@
 """The status as JSON, as Prometheus reads it, and asked of workers that may not answer."""
 
-import contextlib
 import math
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from links import listening
 from prometheus_client.parser import text_string_to_metric_families
 from run_processes import load_script
 from waiting import LONGEST_S, pause, wait_until
 
 from gossipdp.launcher.environment import show_address
 from gossipdp.observe import status
-from gossipdp.observe.server import Page, StatusServer
 from gossipdp.observe.status import metrics_text
 from gossipdp.protocol.actions import Notice
 
@@ -98,74 +96,44 @@ def test_prometheus_reads_all_of_it():
         assert is_total == {family.type == "counter"}
 
 
-Show = Callable[[bytes], str]
+def test_a_worker_is_asked_and_what_answers_something_else_is_none(serve, monkeypatch):
+    def ask(body: bytes) -> status.WorkerStatus:
+        return status.ask(show_address(*serve(lambda: body).address))
 
-
-@pytest.fixture
-def show() -> Iterator[Show]:
-    servers: list[StatusServer] = []
-
-    def start(body: bytes) -> str:
-        server = StatusServer("127.0.0.1", 0)
-        servers.append(server)
-        server.serve({"/status": Page("application/json", lambda: body)})
-        return show_address(*server.address)
-
-    yield start
-    for server in servers:
-        server.close()
-
-
-def test_a_worker_is_asked_and_what_answers_something_else_is_none(show, monkeypatch):
-    assert status.ask(show(msgspec.json.encode(STATUS))) == STATUS
+    assert ask(msgspec.json.encode(STATUS)) == STATUS
     monkeypatch.setattr(status, "STATUS_PATH", "/elsewhere")
     with pytest.raises(ValueError, match="answers 404"):
-        status.ask(show(b"{}"))
+        ask(b"{}")
     monkeypatch.undo()
     monkeypatch.setattr(status, "MAX_STATUS_BYTES", 100)
     with pytest.raises(ValueError, match="more than 100 bytes"):
-        status.ask(show(b" " * 101))
+        ask(b" " * 101)
 
 
 def test_what_is_no_http_and_nobody():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = show_address(*listener.getsockname())
+    def shout(connection: socket.socket) -> None:
+        connection.recv(4096)
+        connection.sendall(b"hello there\r\n\r\n")
 
-        def shout() -> None:
-            accepted, _ = listener.accept()
-            with accepted:
-                accepted.recv(4096)
-                accepted.sendall(b"hello there\r\n\r\n")
-
-        thread = threading.Thread(target=shout)
-        thread.start()
+    with listening(shout) as address:
         with pytest.raises(ValueError, match="no worker's status port"):
-            status.ask(address)
-        thread.join()
+            status.ask(show_address(*address))
         with pytest.raises(TimeoutError):
-            status.ask(address, timeout_s=0.05)
+            status.ask(show_address(*address), timeout_s=0.05)
     with pytest.raises(ConnectionRefusedError):
-        status.ask(address)
+        status.ask(show_address(*address))
 
 
 @pytest.mark.parametrize("piece", [b"more: headers\r\n", b"\r\n more of the body"])
 def test_an_answer_that_trickles_in_has_one_deadline_in_all(piece):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    def trickle(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.0 200 OK\r\n")
+        for _ in range(500):
+            connection.sendall(piece)
+            pause()
 
-        def trickle() -> None:
-            accepted, _ = listener.accept()
-            with accepted, contextlib.suppress(OSError):
-                accepted.sendall(b"HTTP/1.0 200 OK\r\n")
-                for _ in range(500):
-                    accepted.sendall(piece)
-                    pause()
-
-        thread = threading.Thread(target=trickle)
-        thread.start()
-        with pytest.raises(TimeoutError):
-            status.ask(show_address(*listener.getsockname()), timeout_s=0.2)
-        thread.join(LONGEST_S)
-        assert not thread.is_alive()
+    with listening(trickle) as address, pytest.raises(TimeoutError):
+        status.ask(show_address(*address), timeout_s=0.2)
 
 
 def test_one_that_hangs_delays_no_other():
