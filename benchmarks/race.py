@@ -31,7 +31,7 @@ from support.byte_task import num_parameters
 from support.conditions import MODEL_PARAMETERS, RACE_CONDITIONS, RaceCondition
 from support.finished_runs import Campaign, NoBestRateError, next_rate
 from support.hosts import Hosts, ShapedHosts, missing
-from support.quality_rows import KINDS, RowName
+from support.quality_rows import KINDS, WEIGHT_DECAY, RowName
 from support.race_fleet import Quota
 from support.race_settings import STEP_S, RaceSettings, restarts_whole, saves
 from support.report import RESULTS, Missing, Provenance, Report, results_folder, rotated, run_script
@@ -58,6 +58,8 @@ LONG_STEPS = 3_500
 class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
     """A row's own settings; ``--tune`` finds them, and keeps them in ``CHOICES``.
 
+    weight_decay: AdamW's. A worker's second moment holds the noise of its own batches, and makes
+        its steps smaller beside the decay than those of one large batch.
     outer: rate and momentum of DiLoCo's outer step.
     join_ms, heartbeat_ms, timeout_s: of torchft: the lighthouse waits so long for a late replica,
         beside the time between two averages (its own: 60 s); a replica counts as dead after this
@@ -67,6 +69,7 @@ class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     learning_rate: float = 0.01
+    weight_decay: float = WEIGHT_DECAY
     outer: tuple[float, float] | None = None
     join_ms: int = 200
     heartbeat_ms: int = 5_000
@@ -76,6 +79,7 @@ class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
 
 GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "rates": {"learning_rate": ()},  # by factors of two, until the best is within
+    "decay": {"weight_decay": (0.1, 0.05, 0.025, 0.0125)},
     "outer": {"outer": ((1.0, 0.7), (1.0, 0.5), (1.0, 0.0), (0.7, 0.7), (0.7, 0.9), (0.5, 0.9))},
     "restarts": {
         "heartbeat_ms": (500, 1_000, 2_000, 5_000),
@@ -84,8 +88,8 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "keeps_spares": (True, False),
     },
 }
-"""What ``--tune`` tries, one after the other: rates and outer steps in the calm, by the loss; what
-restarts need in the worst condition, by the samples kept."""
+"""What ``--tune`` tries, one after the other: in the calm by the loss, but what restarts need in the
+worst condition, by the samples kept."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ class Race:
     """Lengthen all times of the conditions by this factor."""
 
     tune: str = ""
-    """Find the rows' own rates, outer, restarts (with commas between them), and do nothing else."""
+    """Find the rows' own rates, decay, outer, restarts (with commas), and do nothing else."""
 
     name: str = "race"
     """Of the results' files."""
@@ -179,6 +183,7 @@ class Race:
             condition=condition,
             faults=str(plan.plan(seed, seconds, signalled)),
             learning_rate=choice.learning_rate,
+            weight_decay=choice.weight_decay,
             seed=seed,
             seconds=seconds,
             workers=self.workers,
@@ -356,7 +361,7 @@ def has(row: str, setting: str) -> bool:
         return "DiLoCo" in KINDS[name.kind].label
     if setting == "keeps_spares":
         return restarts_whole(name)
-    return setting == "learning_rate" or KINDS[name.kind].needs is TORCHFT
+    return setting in {"learning_rate", "weight_decay"} or KINDS[name.kind].needs is TORCHFT
 
 
 def try_all(benchmark: Race, runs: Runs, row: str, setting: str) -> dict[Any, float]:

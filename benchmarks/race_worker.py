@@ -17,6 +17,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -199,7 +200,7 @@ def make_row(net: nn.Module, settings: RaceSettings, rank: int, address: str | N
         seed=settings.seed,
         batch_sizes=[settings.task.batch_size] * settings.workers,
         periods=name.periods([1.0] * settings.workers),
-        make_optimizer=make_optimizer,
+        make_optimizer=partial(make_optimizer, weight_decay=settings.weight_decay),
         method=KINDS[name.kind].method,
         options=options,
         own_pace=True,

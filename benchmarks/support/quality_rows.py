@@ -40,11 +40,13 @@ POWER_SGD_RANK, POWER_SGD_AFTER = 4, 10
 TORCHFT_PATIENCE_S = 120.0
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+def make_optimizer(
+    parameters: Iterable[Tensor], weight_decay: float = WEIGHT_DECAY
+) -> torch.optim.AdamW:
     """Make the optimizer, the same for every row; norms and biases are not decayed."""
     every = list(parameters)
     groups = [
-        {"params": [p for p in every if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in every if p.dim() > 1], "weight_decay": weight_decay},
         {"params": [p for p in every if p.dim() <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]

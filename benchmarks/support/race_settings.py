@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from support.byte_task import BYTES, TRANSFORMER, Task
-from support.quality_rows import KINDS, RowName, TorchftRow
+from support.quality_rows import KINDS, WEIGHT_DECAY, RowName, TorchftRow
 from support.rows import Gossip, OneOptimizer
 
 STEP_S = 0.040
@@ -27,6 +27,7 @@ class RaceSettings(msgspec.Struct, frozen=True, kw_only=True):
     outer: rate and momentum of DiLoCo's outer step; None: those of the row.
     waits: a timed wait stands for a step's compute; otherwise each worker fills a core.
     quota_s: so long the last worker keeps a share of its core, before it gets another; 0: forever.
+    weight_decay: AdamW's, which multiplies it by the learning rate.
     """
 
     row: str
@@ -46,6 +47,7 @@ class RaceSettings(msgspec.Struct, frozen=True, kw_only=True):
     outer: tuple[float, float] | None = None
     waits: bool = True
     quota_s: float = 0.0
+    weight_decay: float = WEIGHT_DECAY
 
     @property
     def key(self) -> str:
