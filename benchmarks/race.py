@@ -88,7 +88,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "keeps_spares": (True, False),
     },
 }
-"""What ``--tune`` tries, one after the other: in the calm by the loss, but what restarts need in the
+"""What ``--tune`` tries, one after the other: in the calm by the loss, what restarts need in the
 worst condition, by the samples kept."""
 
 

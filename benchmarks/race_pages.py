@@ -14,7 +14,8 @@ from functools import cache, partial
 from pathlib import Path
 
 from race import read_choices
-from race_report import CALM, COLUMNS, Column, Runs, cells, read, short
+from race_report import CALM, COLUMNS, Column, Run, Runs, cells, read, short
+from support.finished_runs import FinishedRuns
 from support.quality_rows import KINDS, RowName
 from support.report import RESULTS, markdown_table
 from support.rows import TORCHFT
@@ -32,6 +33,7 @@ DETAILS = (
 )  # fmt: skip
 """The columns of a condition's table; without those of which it has no figure."""
 
+TUNING, LONG_S = RESULTS / "race_tuning_55.jsonl", 300.0
 SUMMARY = {CALM: "calm", "moving": "slow", "kills10": "kills", "kills10_moving": "both"}
 REST = {
     ("race_more", "slow"): "one worker is 4 times slower",
@@ -117,8 +119,35 @@ def tuned() -> str:
     return markdown_table((*head, "time-out (s)", "waits for late ones (s)"), lines)
 
 
+def decay() -> str:
+    """Return the losses of long calm runs by weight decay: a line a row, each at its best rate."""
+    tuning = FinishedRuns(TUNING, Run, lambda run: run.settings.key)
+    long = [run for run in tuning.known.values() if run.settings.seconds == LONG_S]
+    losses: dict[str, dict[float, dict[float, float]]] = {}
+    for run in long:
+        settings = run.settings
+        of_row = losses.setdefault(settings.row, {}).setdefault(settings.learning_rate, {})
+        of_row[settings.weight_decay] = run.loss
+    best = {
+        row: min(rates.values(), key=lambda each: min(each.values()))
+        for row, rates in losses.items()
+    }
+    decays = sorted({each for found in best.values() for each in found}, reverse=True)
+    lines = []
+    for row, found in best.items():
+        least = min(found.values())
+        texts = [f"{found[each]:.3f}" if each in found else "" for each in decays]
+        bold = [
+            f"**{text}**" if found.get(each) == least else text
+            for each, text in zip(decays, texts, strict=True)
+        ]
+        lines.append((short(row), *bold))
+    return markdown_table(("weight decay", *(f"{each:g}" for each in decays)), lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "tuned": tuned,
+    "decay": decay,
     "summary": summary,
     "rest samples": partial(rest, "samples"),
     "rest loss": partial(rest, "loss"),
