@@ -694,3 +694,10 @@ def test_large_memory_is_zeros_on_page_ends_of_its_own():
         values[:5].fill_(1.0)
         assert not others.any()
     assert devices.zeros(5, torch.float32, cpu).tolist() == [0.0] * 5
+
+
+def test_a_python_that_has_no_name_for_huge_pages_does_without(monkeypatch):
+    """As one that was built beside an old C library."""
+    monkeypatch.delattr(devices.mmap, "MADV_HUGEPAGE")
+    values = devices.zeros(devices.LEAST_HUGE_BYTES // 4, torch.float32, torch.device("cpu"))
+    assert not values.any()
