@@ -264,7 +264,11 @@ def draw(path: Path, found: Mapping[str, Runs]) -> None:
     rows = list(dict.fromkeys(row for name in shown for row in found[name]))
     colours = dict(zip(rows, [*OKABE_ITO[1:], OKABE_ITO[0]] * 2, strict=False))
     last, calm = found[shown[-1]], found.get(CALM, {})
-    timed = [row for row in (OURS, "ddp") if last.get(row) and last[row][0].result.steps]
+    timed = [
+        row
+        for row in (OURS, "ddp")
+        if last.get(row) and calm.get(row) and last[row][0].result.steps
+    ]
     columns = len(shown) + bool(timed)
     figure = new_figure(5.2 * columns, 3.9)
     grid = figure.add_gridspec(max(1, len(timed)), columns)
@@ -276,7 +280,7 @@ def draw(path: Path, found: Mapping[str, Runs]) -> None:
         _draw_losses(axes, found[name], colours, least)
     for number, row in enumerate(timed):
         axes = figure.add_subplot(grid[number, -1])
-        _draw_steps(axes, last[row][0], (calm.get(row) or last[row])[0], colours[row])
+        _draw_steps(axes, last[row][0], calm[row][0], colours[row])
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 

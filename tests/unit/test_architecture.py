@@ -190,7 +190,7 @@ BUDGET: dict[str, dict[str, tuple[int, int]]] = {
         "unit": (24672, 124),
     },
     "benchmarks": {
-        ".": (5676, 18), "reproduction": (1084, 6), "support": (2924, 15),
+        ".": (5680, 18), "reproduction": (1084, 6), "support": (2924, 15),
     },
 }  # fmt: skip
 
