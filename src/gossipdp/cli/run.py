@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from gossipdp.launcher import environment
+from gossipdp.launcher.cores import num_threads
 from gossipdp.launcher.faults import FaultInjector, FaultPlan
 from gossipdp.links.tls import Tls, check_private
 from gossipdp.rules import at_least_0, at_least_1, option, port_number
@@ -290,8 +291,6 @@ def _num_workers(arguments: RunArguments) -> int:
 
 def _common_variables(arguments: RunArguments, num_workers: int) -> dict[str, str]:
     """Return variables of all workers here: their share of the cores, and addresses."""
-    from gossipdp.launcher.cores import num_threads
-
     num_local = num_workers
     if arguments.workers is None and arguments.join is None:  # the launcher has others here
         num_local = environment.Environment.read().local_world_size or 1

@@ -24,6 +24,7 @@ from gossipdp.gossip.loop import GossipLoop
 from gossipdp.gossip.thread import Background, GossipThread, one_blas_thread
 from gossipdp.graph.constants import Constants, LiveGraph
 from gossipdp.graph.topology import build_graph
+from gossipdp.launcher.cores import num_threads
 from gossipdp.launcher.environment import is_loopback
 from gossipdp.launcher.rendezvous import Rendezvous, Settings
 from gossipdp.links.clock import since_boot_s
@@ -158,8 +159,6 @@ class Entry:
 
     def _share_cores(self) -> None:
         """Compute with a share of the cores: workers of the run on this host have theirs."""
-        from gossipdp.launcher.cores import num_threads
-
         membership = self._protocol.membership
         hosts = [each.host for each in self._call(membership.members) if not each.is_over]
         num_here = hosts.count(membership.own.host) * self.replica.environment.num_shards

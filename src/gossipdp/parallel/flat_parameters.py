@@ -385,13 +385,16 @@ class FlatParameters:
         for chunk in self.state.chunks:
             chunk.restored()
 
-    def export(self, values: dict[str, Any], flats: Sequence[Tensor] | None) -> None:
+    def held(self) -> list[Tensor]:
+        """Return copies of the flat tensors that the module reads."""
+        return [flat.clone() for flat in self._flats]
+
+    def export(self, values: dict[str, Any], flats: Sequence[Tensor]) -> None:
         """Replace what lies in the parameters' storage, in a ``state_dict``, by that of ``flats``.
 
-        None: by a copy of it, as it is. A hook may have split or transposed a parameter: each view
-        of its storage becomes the same view of the other.
+        A hook may have split or transposed a parameter: each view of its storage becomes the same
+        view of the other.
         """
-        flats = [flat.clone() for flat in self._flats] if flats is None else flats
         others = {
             view.data_ptr: view.alone(flats[view.segment])
             for view in self._views

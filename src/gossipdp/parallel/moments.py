@@ -51,8 +51,8 @@ DEFAULT_PERIOD = 4
 16 simulated workers with one exchange a step end 4.4% above all-reduce after 256 steps if v travels
 with each exchange (beta_2 = 0.999), 5.6% with every 4th, 8.2% with every 42nd and 8.9% without v;
 with four exchanges a step 2.4% if v travels once a step. 0.99 and 0.95 are much the same
-(benchmarks/NOTES.md). Every 4th exchange with v adds 25% to the bytes of two
-workers, 28% to those of many, as both ends of an exchange count it; each adds 100%.
+(benchmarks/NOTES.md). Every 4th exchange with v adds 25% to the bytes of two workers, 28% to those
+of many, as both ends of an exchange count it; each adds 100%.
 """
 SHARE_OF_MEMORY = 1 / 4
 

@@ -73,9 +73,8 @@ class Monitoring:
         self._losses: deque[float] = deque(maxlen=MEAN_OF_LOSSES)
         self._values: dict[str, float] = {}
         self._new_losses: deque[float] = deque(maxlen=MAX_LOSSES)
-        self._new_values: dict[
-            str, Value
-        ] = {}  # replaced, never changed: the log's thread reads it
+        # Replaced, never changed: the log's thread reads it.
+        self._new_values: dict[str, Value] = {}
         self._in_use = contextlib.ExitStack()
         self._writer: RunLogWriter | None = None
         self._has_warned = self._is_closed = False

@@ -347,7 +347,8 @@ class Worker(Entry):
 
     def export(self, values: dict[str, Any]) -> None:
         """Put x + pending, or within ``averaged()`` the average, into a state_dict: new tensors."""
-        self._flat.export(values, None if self._is_averaged else self._copies(Chunk.read))
+        is_averaged = self._is_averaged
+        self._flat.export(values, self._flat.held() if is_averaged else self._copies(Chunk.read))
 
     def _copies(self, read: Callable[[Chunk, Tensor], object]) -> list[Tensor]:
         """Copy every segment: averaged chunks by ``read``, the others as they are."""

@@ -553,7 +553,6 @@ class WorkerProtocol:
 
     def _settle(self, actions: Sequence[_Inner], now: float) -> list[Action]:
         """Bring the parts in line with one another, add due actions, wrap messages."""
-        self._last_input = max(now, self._last_input)
         for action in actions:
             if isinstance(action, Stop):  # its link is closed, so do not choose it again now
                 self.peers.drop(action.peer)
