@@ -52,7 +52,7 @@ CHECKPOINT_STEPS = 25
 FULL_STEP_S = 0.1
 """About what a step without waits takes; torchft's replicas wait for one another by it."""
 LONG_STEPS = 3_500
-"""From so many steps on, twice those of the series, rates are tuned again: the best one falls."""
+"""From so many steps on, twice those of the series, rows are tuned again: the best decay falls."""
 
 
 class Choice(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -3,7 +3,7 @@
     python benchmarks/race_pages.py     write them again, in README.md and docs/race.md
 
 A table stands between the comments ``<!-- race: NAME -->`` and ``<!-- end -->``. Its name is a key
-of ``TABLES``, or a results file and a condition, such as ``race_300 calm``.
+of ``TABLES``, or a results file and a condition, such as ``race calm``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DETAILS = (
 )  # fmt: skip
 """The columns of a condition's table; without those of which it has no figure."""
 
-TUNING, LONG_S = RESULTS / "race_tuning_55.jsonl", 300.0
+LONG_S = 300.0
 SUMMARY = {CALM: "calm", "moving": "slow", "kills10": "kills", "kills10_moving": "both"}
 REST = {
     ("race_more", "slow"): "one worker is 4 times slower",
@@ -119,35 +119,50 @@ def tuned() -> str:
     return markdown_table((*head, "time-out (s)", "waits for late ones (s)"), lines)
 
 
+def long_runs(name: str) -> list[Run]:
+    """Return the long runs of a file of finished runs."""
+    runs = FinishedRuns(RESULTS / f"{name}.jsonl", Run, lambda run: run.settings.key)
+    return [run for run in runs.known.values() if run.settings.seconds == LONG_S]
+
+
 def decay() -> str:
-    """Return the losses of long calm runs by weight decay: a line a row, each at its best rate."""
-    tuning = FinishedRuns(TUNING, Run, lambda run: run.settings.key)
-    long = [run for run in tuning.known.values() if run.settings.seconds == LONG_S]
-    losses: dict[str, dict[float, dict[float, float]]] = {}
-    for run in long:
+    """Return the losses of long calm runs by weight decay, each row's at its rate."""
+    losses: dict[str, dict[float, float]] = {}
+    rates = {row: choice.learning_rate for row, choice in read_choices()["long"].items()}
+    for run in long_runs("race_tuning_55"):
         settings = run.settings
-        of_row = losses.setdefault(settings.row, {}).setdefault(settings.learning_rate, {})
-        of_row[settings.weight_decay] = run.loss
-    best = {
-        row: min(rates.values(), key=lambda each: min(each.values()))
-        for row, rates in losses.items()
-    }
-    decays = sorted({each for found in best.values() for each in found}, reverse=True)
+        if settings.learning_rate == rates[settings.row]:
+            losses.setdefault(settings.row, {})[settings.weight_decay] = run.loss
+    decays = sorted(set().union(*losses.values()), reverse=True)
     lines = []
-    for row, found in best.items():
-        least = min(found.values())
-        texts = [f"{found[each]:.3f}" if each in found else "" for each in decays]
-        bold = [
-            f"**{text}**" if found.get(each) == least else text
-            for each, text in zip(decays, texts, strict=True)
-        ]
-        lines.append((short(row), *bold))
+    for row, found in losses.items():
+        least = min(found, key=lambda each: found[each])
+        texts = [f"{found[each]:.3f}" for each in decays]
+        texts[decays.index(least)] = f"**{found[least]:.3f}**"
+        lines.append((short(row), *texts))
     return markdown_table(("weight decay", *(f"{each:g}" for each in decays)), lines)
+
+
+def long() -> str:
+    """Return the table of the long runs: a line each."""
+    lines = [
+        (
+            SUMMARY[run.settings.condition],
+            short(run.settings.row),
+            f"{run.settings.weight_decay:g}",
+            f"{run.samples / 1e3:.0f}",
+            f"{run.loss:.3f}",
+        )
+        for run in long_runs("race_55")
+    ]
+    head = ("", "", "weight decay", THOUSANDS.name, "final loss")
+    return markdown_table(head, lines)
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "tuned": tuned,
     "decay": decay,
+    "long": long,
     "summary": summary,
     "rest samples": partial(rest, "samples"),
     "rest loss": partial(rest, "loss"),

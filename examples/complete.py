@@ -52,7 +52,7 @@ parser.add_argument("--output", type=Path, default=Path("runs/complete"))
 options = parser.parse_args()
 
 digits = load_digits()
-mixed = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
+mixed = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
 images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1)[mixed] / 16
 labels = torch.tensor(digits.target)[mixed]  # the last ones have other writers
 data = Digits(images[:1440], labels[:1440])

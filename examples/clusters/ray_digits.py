@@ -20,7 +20,7 @@ def train(budget_samples: int, tls: str | None) -> tuple[float, float]:
     from gossipdp import GossipDataParallel, Network
 
     digits = load_digits()
-    mixed = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
+    mixed = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
     inputs = torch.tensor(digits.data, dtype=torch.float32)[mixed] / 16
     labels = torch.tensor(digits.target)[mixed]  # the last ones have other writers
     training = torch.utils.data.TensorDataset(inputs[:1437], labels[:1437])
