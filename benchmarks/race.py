@@ -78,8 +78,8 @@ class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "rates": {"learning_rate": ()},  # by factors of two, until the best is within
-    "decay": {"weight_decay": (0.1, 0.05, 0.025, 0.0125)},
+    "rates": {"learning_rate": ()},  # this and the next by factors of two, until the best is within
+    "decay": {"weight_decay": ()},
     "outer": {"outer": ((1.0, 0.7), (1.0, 0.5), (1.0, 0.0), (0.7, 0.7), (0.7, 0.9), (0.5, 0.9))},
     "restarts": {
         "heartbeat_ms": (500, 1_000, 2_000, 5_000),
@@ -373,11 +373,11 @@ def try_all(benchmark: Race, runs: Runs, row: str, setting: str) -> dict[Any, fl
     name = worst if setting in GRIDS["restarts"] else "calm"
     values = next((each[setting] for each in GRIDS.values() if setting in each), ())
     before, scores = benchmark.choices[row], dict[Any, float]()
-    rate = before.learning_rate
+    now = getattr(before, setting)
     while True:
         value = next((each for each in values if each not in scores), None)
-        if setting == "learning_rate":
-            value = next_rate(scores, (rate / 2, rate, 2 * rate))
+        if not values:
+            value = next_rate(scores, (now, now / 2, 2 * now))
         best = value if value is not None else min(scores, key=lambda each: scores[each])
         benchmark.choices[row] = msgspec.structs.replace(before, **{setting: best})
         if value is None:
