@@ -18,7 +18,6 @@ from race_report import CALM, COLUMNS, Column, Run, Runs, cells, read, short
 from support.finished_runs import FinishedRuns
 from support.quality_rows import KINDS, RowName
 from support.report import RESULTS, markdown_table
-from support.rows import TORCHFT
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "race.md")
@@ -33,8 +32,8 @@ DETAILS = (
 )  # fmt: skip
 """The columns of a condition's table; without those of which it has no figure."""
 
-LONG_S = 300.0
-SUMMARY = {CALM: "calm", "moving": "slow", "kills10": "kills", "kills10_moving": "both"}
+WORST = "kills10_moving"
+SUMMARY = {CALM: "calm", "moving": "slow", "kills10": "kills", WORST: "both"}
 REST = {
     ("race_more", "slow"): "one worker is 4 times slower",
     ("race_more", "jitter"): "step times vary (lognormal, 0.3)",
@@ -98,71 +97,60 @@ def rest(key: str) -> str:
 
 
 def tuned() -> str:
-    """Return the table of the rows' own settings: a line a row of the race."""
-    choices = read_choices()["timed"]
+    """Return the table of the rows' own settings in the race: a line a row."""
     lines = []
-    for row in stored("race")[CALM]:
-        choice, is_torchft = choices[row], KINDS[RowName.parse(row).kind].needs is TORCHFT
-        outer = "" if choice.outer is None else "{:g}, {:g}".format(*choice.outer)
-        beat, join = f"{choice.heartbeat_ms / 1e3:g}", f"{choice.join_ms / 1e3:g}"
-        waits = (beat, f"{choice.timeout_s}", join)
+    for row, (run, *_) in stored("race")[WORST].items():
+        settings, name = run.settings, RowName.parse(row)
+        outer = settings.outer if "DiLoCo" in KINDS[name.kind].label else None
+        waits: tuple[str, ...] = ("", "", "")
+        if settings.heartbeat_ms is not None and settings.join_ms is not None:
+            between_ms = (name.period or 0) * 1e3 * settings.step_s
+            join_s = (settings.join_ms - between_ms) / 1e3
+            waits = (f"{settings.heartbeat_ms / 1e3:g}", f"{settings.timeout_s}", f"{join_s:g}")
         lines.append(
             (
                 short(row),
-                f"{choice.learning_rate:g}",
-                "yes" if choice.keeps_spares else "no",
-                outer,
-                *(waits if is_torchft else ("", "", "")),
+                f"{settings.learning_rate:g}",
+                f"{settings.weight_decay:g}",
+                "yes" if settings.keeps_spare else "no",
+                "" if outer is None else "{:g}, {:g}".format(*outer),
+                *waits,
             )
         )
-    head = ("", "learning rate", "spares", "outer rate, momentum", "dead after (s)")
-    return markdown_table((*head, "time-out (s)", "waits for late ones (s)"), lines)
+    head = ("", "learning rate", "weight decay", "spares", "outer rate, momentum")
+    return markdown_table(
+        (*head, "dead after (s)", "time-out (s)", "waits for late ones (s)"), lines
+    )
 
 
-def long_runs(name: str) -> list[Run]:
-    """Return the long runs of a file of finished runs."""
-    runs = FinishedRuns(RESULTS / f"{name}.jsonl", Run, lambda run: run.settings.key)
-    return [run for run in runs.known.values() if run.settings.seconds == LONG_S]
+def decay(kind: str, seconds: float) -> str:
+    """Return the losses of calm runs by weight decay: a line a row, the least one bold.
 
-
-def decay() -> str:
-    """Return the losses of long calm runs by weight decay, each row's at its rate."""
+    kind: of runs, for whose length the rows are tuned, as in ``race_choices.json``.
+    """
+    tuning = FinishedRuns(RESULTS / "race_tuning_55.jsonl", Run, lambda run: run.settings.key)
     losses: dict[str, dict[float, float]] = {}
-    rates = {row: choice.learning_rate for row, choice in read_choices()["long"].items()}
-    for run in long_runs("race_tuning_55"):
-        settings = run.settings
-        if settings.learning_rate == rates[settings.row]:
-            losses.setdefault(settings.row, {})[settings.weight_decay] = run.loss
+    for row, choice in read_choices()[kind].items():
+        for run in tuning.known.values():
+            settings = run.settings
+            of = (settings.row, settings.condition, settings.seconds)
+            own = (settings.learning_rate, settings.outer)
+            if of == (row, CALM, seconds) and own == (choice.learning_rate, choice.outer):
+                losses.setdefault(row, {})[settings.weight_decay] = run.loss
     decays = sorted(set().union(*losses.values()), reverse=True)
     lines = []
     for row, found in losses.items():
+        texts = {each: f"{loss:.3f}" for each, loss in found.items()}
         least = min(found, key=lambda each: found[each])
-        texts = [f"{found[each]:.3f}" for each in decays]
-        texts[decays.index(least)] = f"**{found[least]:.3f}**"
-        lines.append((short(row), *texts))
+        texts[least] = f"**{texts[least]}**"
+        lines.append((short(row), *(texts.get(each, "") for each in decays)))
     return markdown_table(("weight decay", *(f"{each:g}" for each in decays)), lines)
-
-
-def long() -> str:
-    """Return the table of the long runs: a line each."""
-    lines = [
-        (
-            SUMMARY[run.settings.condition],
-            short(run.settings.row),
-            f"{run.settings.weight_decay:g}",
-            f"{run.samples / 1e3:.0f}",
-            f"{run.loss:.3f}",
-        )
-        for run in long_runs("race_55")
-    ]
-    head = ("", "", "weight decay", THOUSANDS.name, "final loss")
-    return markdown_table(head, lines)
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "tuned": tuned,
-    "decay": decay,
-    "long": long,
+    "decay": partial(decay, "timed", 70.0),
+    "long decay": partial(decay, "long", 300.0),
     "summary": summary,
     "rest samples": partial(rest, "samples"),
     "rest loss": partial(rest, "loss"),
