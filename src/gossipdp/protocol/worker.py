@@ -588,10 +588,7 @@ class WorkerProtocol:
     def _review_members(self, now: float) -> list[_Inner]:
         """Follow the membership view: deaths, neighbours, this worker's own life."""
         has_changed = self._seen_version != self.membership.version
-        has_ended = "consolidation" in self._closed_for
-        actions = self._unlinked(
-            self._presence.review(now, has_changed=has_changed, has_ended=has_ended)
-        )
+        actions = self._unlinked(self._presence.review(now, has_changed=has_changed))
         if any(isinstance(action, Rebuilt) for action in actions):
             self.pairing.alpha_tilde = self.neighbourhood.place.alpha_tilde
             self._set_clock_rate()
