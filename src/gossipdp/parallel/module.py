@@ -358,16 +358,14 @@ class GossipDataParallel(nn.Module):
         without that one too. A worker that is left out ends with an average of its own;
         ``Consolidated.world_size`` is the number of workers in the average.
 
-        Consolidate several models in the same order on all workers. If two workers wait for each
-        other at the ends of different models, both raise after three time-outs, unless
-        ``timeout_s`` is given.
+        Consolidate several models in the same order on all workers: else they wait for each other.
 
         Afterwards parameters and buffers are equal on all workers that were averaged, bit for bit:
         those that exchanges do not average are the lowest rank's. The wrapper is closed: further
         steps train this module alone.
 
         Raises:
-            RuntimeError: it was called before, or workers wait for each other as above.
+            RuntimeError: it was called before.
         """
         if self._worker.is_closed:
             raise RuntimeError("consolidate() was called before, or the model is closed")

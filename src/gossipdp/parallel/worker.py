@@ -51,17 +51,11 @@ from gossipdp.parallel.stats import (
 from gossipdp.parallel.termination import TERMINATION
 from gossipdp.parallel.views import views_of
 from gossipdp.protocol.members import Status
-from gossipdp.protocol.participants import Crossing
 
 logger = logging.getLogger("gossipdp")
 
 WAIT_LINE_EVERY_S = 10.0
 LOOK_AT_THREAD_EVERY_S = 0.05
-# Two workers that wait for each other at the ends of two models give up after this.
-CROSSED_FOR_TIMEOUTS = 3
-
-_workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
-"""The workers of this process that have not left their run."""
 
 
 class Worker(Entry):
@@ -142,7 +136,6 @@ class Worker(Entry):
             self.start()
             reshard(module)
             self._agreed = replica.agree(self._own_view())
-            _workers.add(self)
             own = weakref.ref(self)
             speak_for_run(lambda: (worker := own()) is None or worker.is_lead)
             position = DataPosition()
@@ -431,11 +424,8 @@ class Worker(Entry):
         self._state.device.finish()
         self._call(lambda: self._loop.consolidate(ended.set_result, timeout_s))
         line_due_s = time.monotonic() + WAIT_LINE_EVERY_S
-        crossing = Crossing(CROSSED_FOR_TIMEOUTS * self.options.network.timeout_s)
         while True:
             wait([ended], LOOK_AT_THREAD_EVERY_S)
-            if math.isinf(timeout_s):  # else the end comes anyhow
-                self._refuse_crossing(crossing)
             if ended.done():
                 return ended.result()
             self._thread.check()
@@ -449,23 +439,6 @@ class Worker(Entry):
                     "worker %d waits in consolidate(): %s", self.rank, waits_for, extra=OF_RUN
                 )
 
-    def _refuse_crossing(self, crossing: Crossing) -> None:
-        """Raise if peers wait for this worker at the end of another model while it waits here."""
-        # Ask the others first: whatever a peer did here before that is known by then.
-        elsewhere = [each._peers() for each in list(_workers) if not each.is_consolidating]
-        peers = crossing.look(self._peers(), elsewhere, time.monotonic())
-        if peers:
-            raise RuntimeError(
-                f"worker {self.rank} waits in consolidate() of its "
-                f"{type(self.module).__name__} for worker {', '.join(map(str, peers))}, "
-                "which waits for this one in consolidate() of another model: neither would ever "
-                "end. Consolidate the models in the same order on all workers"
-            )
-
-    def _peers(self) -> dict[int, Status]:
-        members = self._loop.snapshot.members
-        return {member.rank: member.status for member in members if member.rank != self.rank}
-
     # The way out.
 
     def leave(self) -> None:
@@ -473,7 +446,6 @@ class Worker(Entry):
         if self.is_closed:
             return
         self.is_closed = True
-        _workers.discard(self)
         try:
             super().leave()
             if self._has_thread:
