@@ -99,7 +99,6 @@ class GossipLoop(LinkHandler):
         self._exchange: Exchange | None = None
         self._progress = 0  # bytes of chunks at the exchange's latest progress
         self._exchange_started_s = 0.0
-        self._held_before_s = 0.0
         self._processor_before = 0.0, 0.0  # as the exchange began: of this thread, of the codec
         self.codec = Codec(wire_format, state, self.transport.allocate)
         # A device's arrays take none of this thread's time, and are launched by Python.
@@ -455,7 +454,6 @@ class GossipLoop(LinkHandler):
             moments=begin.moments,
         )
         self._progress = self._exchange.bytes_moved
-        self._held_before_s = self.transport.held_s
         if self.protocol.exchange_rate is not None:
             self._processor_before = time.thread_time(), self.codec.busy_s
 
@@ -491,8 +489,7 @@ class GossipLoop(LinkHandler):
             self.protocol.exchange_rate.took_processor(
                 time.thread_time() - before_s, self.codec.busy_s - arrays_before_s
             )
-        held_s = self.transport.held_s - self._held_before_s
-        self.perform(self.protocol.finished(exchange.id, now, held_s))
+        self.perform(self.protocol.finished(exchange.id, now))
 
     def _stop(self, peer: int, reason: str) -> None:
         exchange = self._exchange

@@ -183,13 +183,7 @@ class LinkHandler(abc.ABC):
 
 
 class Transport(abc.ABC):
-    """A maker of links that drives one :class:`LinkHandler`; for one thread, except ``wake``.
-
-    Attributes:
-        held_s: seconds, so far, for which its limit on sent bytes held some back.
-    """
-
-    held_s = 0.0
+    """A maker of links that drives one :class:`LinkHandler`; for one thread, except ``wake``."""
 
     @abc.abstractmethod
     def allocate(self, num_bytes: int) -> memoryview:
@@ -299,7 +293,6 @@ class SendLimit:
 
     Attributes:
         held: links whose chunk waits for a portion; who has waited longest comes first.
-        held_s: seconds, so far, for which there was one.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -308,8 +301,6 @@ class SendLimit:
         self._saved = MOST_SAVED * self._portion
         self._at_s = -math.inf
         self.held: dict[Any, None] = {}
-        self.held_s = 0.0
-        self._looked_s = math.nan
 
     def take(self, most: int, now_s: float) -> int:
         """Take up to ``most`` bytes and return their number; 0 if less than a portion is there."""
@@ -325,9 +316,6 @@ class SendLimit:
 
     def next_held(self, now_s: float) -> Any | None:
         """Return, and hold no longer, the link that has waited longest, if a portion is there."""
-        if self.held:
-            self.held_s += now_s - self._looked_s
-        self._looked_s = now_s
         if not self.held or self.opens_at(now_s) > now_s:
             return None
         link = next(iter(self.held))

@@ -335,11 +335,8 @@ class WorkerProtocol:
         self._progressed_at = max(now, self._progressed_at)
 
     @_input
-    def finished(self, id: ExchangeId, now: float, held_s: float = 0.0) -> Sequence[_Inner]:
-        """End the exchange ``id``, complete at this end: all sent, all received and applied.
-
-        ``held_s``: the time for which this worker's own limit held its bytes back meanwhile.
-        """
+    def finished(self, id: ExchangeId, now: float) -> Sequence[_Inner]:
+        """End the exchange ``id``, complete at this end: all sent, all received and applied."""
         exchange = self.pairing.exchange(id)
         if exchange is None:
             return []
@@ -357,7 +354,7 @@ class WorkerProtocol:
             demands_per_s=0.0 if step_s is None else self._wanted_rate / step_s,
         )
         if self.exchange_rate is not None:
-            self.exchange_rate.exchanged(duration_s, held_s)
+            self.exchange_rate.exchanged(duration_s)
         return self.pairing.finished(id)
 
     # --- sums over a tree ------------------------------------------------------------------

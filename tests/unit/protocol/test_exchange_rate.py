@@ -19,7 +19,6 @@ STEP_S = 0.1
 def rate_after(
     duration_s: float,
     *,
-    held_s: float = 0.0,
     processor_s: float = 0.0,
     arrays_s: float = 0.0,
     idle: tuple[float, ...] | None = None,
@@ -28,7 +27,7 @@ def rate_after(
     """Return a rate that has seen some equal exchanges; ``idle``: a core, the thread, l."""
     rate = ExchangeRate()
     for _ in range(limits.NUM_TO_KNOW):
-        rate.exchanged(duration_s, held_s)
+        rate.exchanged(duration_s)
         rate.took_processor(processor_s, arrays_s)
     if idle is not None:
         rate.saw_idle(*idle)
@@ -41,9 +40,6 @@ def rate_after(
     [
         ({"duration_s": 0.001}, CEILING, "ceiling"),
         ({"duration_s": 0.2}, 0.25, "link"),
-        # The worker's own limit, if without it the rate would be more than a quarter higher.
-        ({"duration_s": 0.2, "held_s": 0.041}, 0.25, "limit"),
-        ({"duration_s": 0.2, "held_s": 0.039}, 0.25, "link"),
         # What exchanges take while a core is idle is not taken from training.
         ({"duration_s": 0.001, "processor_s": 0.01, "idle": (0.0, 1.0)}, 0.5, "processor"),
         ({"duration_s": 0.001, "processor_s": 0.1, "idle": (0.9, 1.0)}, 0.5, "processor"),
@@ -91,12 +87,10 @@ def rate_of_the_text(
 ) -> tuple[float, set[str]]:
     """Return r by the equation of the module's text, and its bound: several if they are equal.
 
-    ``exchanges``: d, the part of it that was held back, p, q. ``looks``: c, i, l.
+    ``exchanges``: d, p, q. ``looks``: c, i, l.
     """
-    d, held, p, q = (median_of_last(each) for each in zip(*exchanges, strict=True))
-    most = {"ceiling": CEILING}
-    most |= {"limit": t / (2 * d)} if d > (1 - 1e-9) * HYSTERESIS * (d - held) else {}
-    most |= {"link": t / (2 * d)} if d < (1 + 1e-9) * HYSTERESIS * (d - held) else {}
+    d, p, q = (median_of_last(each) for each in zip(*exchanges, strict=True))
+    most = {"ceiling": CEILING, "link": t / (2 * d)}
     if looks:
         c, i, ran = (median_of_last(each) for each in zip(*looks, strict=True))
         taken = max((1 - c) * p, (1 - i) * q) / max(ran, 1e-3) / t
@@ -108,7 +102,7 @@ def rate_of_the_text(
 shares = st.floats(0.0, 1.0, allow_subnormal=False)
 costs_s = st.floats(1e-3, 10.0)
 measured = st.one_of(
-    st.tuples(st.just("exchange"), st.tuples(costs_s, shares, costs_s, shares)),
+    st.tuples(st.just("exchange"), st.tuples(costs_s, costs_s, shares)),
     st.tuples(st.just("look"), st.tuples(shares, shares, shares)),
     st.tuples(st.just("step"), st.one_of(costs_s, costs_s, st.none())),
 )
@@ -123,10 +117,10 @@ def test_the_rate_is_that_of_the_text_for_the_medians_of_what_was_measured_last(
     for kind, value in events:
         before = rate.rate, rate.bound
         if kind == "exchange":
-            duration_s, held, processor_s, arrays = value
-            exchanges.append((duration_s, held * duration_s, processor_s, processor_s * arrays))
-            rate.exchanged(*exchanges[-1][:2])
-            rate.took_processor(processor_s, processor_s - exchanges[-1][3])
+            duration_s, processor_s, arrays = value
+            exchanges.append((duration_s, processor_s, processor_s * arrays))
+            rate.exchanged(duration_s)
+            rate.took_processor(processor_s, processor_s - exchanges[-1][2])
         elif kind == "look":
             looks.append(value)
             rate.saw_idle(*value)
