@@ -152,10 +152,11 @@ def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once(monk
 
     monkeypatch.setattr(worker, "_give_up_rank", lambda superseded: None)
     monkeypatch.setattr(worker, "_join", join)
-    worker._rendezvous = SimpleNamespace(mark_ready=lambda rank: None)
+    worker._rendezvous, logged = SimpleNamespace(mark_ready=lambda rank: None), []
+    worker.monitoring = SimpleNamespace(come_again=lambda: logged.append(worker.rank))
     worker.come_again(SupersededError("another process has rank 3"))
     worker.train(5)
-    assert worker.rank == 4
+    assert [worker.rank] == logged == [4]
     assert worker.total_samples() == 80 + 7 + 30 + 5 == worker._heard.total_samples
     assert worker.counts() == Counts(step=1, steps=1, samples=5)
     assert worker._heard.by_rank() == {1: (80, 8), 2: (7, 1), 3: (30, 2), 4: (5, 1)}
