@@ -73,6 +73,7 @@ class GossipLoop(LinkHandler):
         its_thread: makes the context in which its thread must turn this loop.
         snapshot: the state for other threads to read, replaced whole, at most 50 ms after a turn.
         poisoned: the error that stopped this worker's exchanges, if any; any thread may read it.
+        report: sends a report to the launcher.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class GossipLoop(LinkHandler):
         self._publisher = Publisher(protocol, self._links)
         self.snapshot = self._publisher.snapshot(clock())
         self._publish_due_s, self._is_snapshot_old = -math.inf, False
+        self.report: Callable[[Report], object] = send_report
         self._reported: dict[int, tuple[str, int]] = {}
         self._reported_version = -1
         self._report_due_s = -math.inf
@@ -192,14 +194,11 @@ class GossipLoop(LinkHandler):
             return
         self._reported_version = membership.version
         self._report_due_s = now + REPORT_INTERVAL_S
-        live = {
-            member.rank: (member.host, member.port)
-            for member in membership.members()
-            if member.is_live and member.port
-        }
+        members = [each for each in membership.members() if each.is_live and each.port]
+        live = {each.rank: (each.host, each.port) for each in members}
         if live != self._reported:
             self._reported = live
-            send_report(Report(addresses=live))
+            self.report(Report(addresses=live))
 
     def hold(self) -> None:
         """Neither exchange nor give a state until :meth:`release`; abort a running exchange."""

@@ -256,10 +256,14 @@ class Rendezvous:
         states = {arrival.random_state for arrival in arrivals.values()}
         common = random_state if len(states) == 1 else ""
         meeting = RendezvousResult(addresses, common, reference.run_id, secret or made)
-        if self._number == 0:  # a worker that comes back joins the run of the first model
-            known = meeting.secret.decode() or None
-            send_report(Report(addresses=addresses, run_id=meeting.run_id, secret=known))
+        known = meeting.secret.decode() or None
+        self.report(Report(addresses=addresses, run_id=meeting.run_id, secret=known))
         return meeting
+
+    def report(self, report: Report) -> None:
+        """Report to the launcher, unless this is not the first model: a worker joins that alone."""
+        if self._number == 0:
+            send_report(report)
 
     def mark_ready(self, rank: int | None = None) -> None:
         """Report to the launcher that this worker begins.
@@ -281,8 +285,7 @@ class Rendezvous:
 
     def mark_consolidated(self) -> None:
         """Report to the launcher that the run is complete, and needs no other worker any more."""
-        if self._number == 0:  # the one model that a restarted worker joins
-            send_report(Report(consolidated=True))
+        self.report(Report(consolidated=True))
 
     def _end_store_soon(self) -> None:
         """End the store that this worker hosts, once all train: then it is not needed."""

@@ -299,6 +299,7 @@ class Entry:
         self._thread, self._has_thread = GossipThread(self._loop), True
         self.between_steps.attach(self._state.device.mark(), self._loop.transport.wake)
         self._loop.transfers.offer = self.between_steps.offer
+        self._loop.report = self._rendezvous.report
         self._state.device.finish()
         self._thread.start()
 

@@ -241,6 +241,11 @@ class Worker(Entry):
             warn_of_step_counters(self.optimizers)
         self.batches.check_counted(self._gradient_steps)
 
+    def come_again(self, superseded: SupersededError) -> None:
+        """Take another rank, and write the log of that one."""
+        super().come_again(superseded)
+        self.monitoring.come_again()
+
     def _keep_pace(self) -> None:
         self._pace.wait(
             self._protocol,

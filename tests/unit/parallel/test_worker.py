@@ -3,6 +3,8 @@
 import dataclasses
 import os
 from collections.abc import Callable
+from contextlib import closing
+from itertools import count
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from waiting import wait_until
 
 from gossipdp.dynamics.state import State
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.counters import Counters
+from gossipdp.launcher import rendezvous
+from gossipdp.launcher.reports import ReportChannel, report_variables
 from gossipdp.parallel import pace
 from gossipdp.parallel.checkpoint import Counts
 from gossipdp.parallel.options import Exchange, Options
@@ -152,13 +157,29 @@ def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once(monk
 
     monkeypatch.setattr(worker, "_give_up_rank", lambda superseded: None)
     monkeypatch.setattr(worker, "_join", join)
-    worker._rendezvous = SimpleNamespace(mark_ready=lambda rank: None)
+    worker._rendezvous, logged = SimpleNamespace(mark_ready=lambda rank: None), []
+    worker.monitoring = SimpleNamespace(come_again=lambda: logged.append(worker.rank))
     worker.come_again(SupersededError("another process has rank 3"))
     worker.train(5)
-    assert worker.rank == 4
+    assert [worker.rank] == logged == [4]
     assert worker.total_samples() == 80 + 7 + 30 + 5 == worker._heard.total_samples
     assert worker.counts() == Counts(step=1, steps=1, samples=5)
     assert worker._heard.by_rank() == {1: (80, 8), 2: (7, 1), 3: (30, 2), 4: (5, 1)}
+
+
+def test_only_the_first_model_of_a_script_says_where_to_join_it(wrap_sgd, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_numbers", count())
+    with closing(ReportChannel()) as channel:
+        for name, value in report_variables(channel.sender).items():
+            monkeypatch.setenv(name, value)
+        first, second = (wrap_sgd(nn.Linear(2, 2))[0]._worker for _ in range(2))
+        looked = (first._loop, second._loop)
+        wait_until(lambda: all(loop._reported for loop in looked), "both look at their addresses")
+        for worker in (first, second):
+            worker._call(int)  # after that turn of its thread
+        addresses = [each.addresses for each in channel.take() if each.addresses]
+    own = first._protocol.membership.own
+    assert addresses == 2 * [{0: (own.host, own.port)}]  # as it met, and from its thread
 
 
 @pytest.mark.parametrize(("given", "threads"), [(6, 4), (2, 2)])
