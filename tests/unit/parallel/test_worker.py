@@ -161,6 +161,25 @@ def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once(monk
     assert worker._heard.by_rank() == {1: (80, 8), 2: (7, 1), 3: (30, 2), 4: (5, 1)}
 
 
+@pytest.mark.parametrize("when", ["as it asks", "while it waits"])
+def test_a_joiner_whose_rank_was_taken_averages_under_another(linear, monkeypatch, when):
+    model = linear()[0]
+    worker, came = model._worker, []
+    place, name = (worker, "_call") if when == "as it asks" else (worker._thread, "check")
+    usual, before = getattr(place, name), [each.clone() for each in model.parameters()]
+
+    def once_refused(*given: Any) -> Any:
+        if not came:
+            raise SupersededError("another process has rank 0")
+        return usual(*given)
+
+    monkeypatch.setattr(place, name, once_refused)
+    monkeypatch.setattr(worker, "come_again", came.append)
+    with model.averaged():
+        assert all(map(torch.equal, model.parameters(), before))
+    assert len(came) == 1
+
+
 @pytest.mark.parametrize(("given", "threads"), [(6, 4), (2, 2)])
 def test_one_that_joins_takes_its_share_of_its_host(wrap_sgd, monkeypatch, given, threads):
     """It has 8 cores, beside a live worker; a dead one and one elsewhere count for nothing."""
