@@ -416,6 +416,14 @@ class Entry:
         self._call(self._loop.release)
         logger.info("worker %d joined the run, in its life %d", rank, 1 + self._restarts)
 
+    def in_run(self, function: Callable[[], Result]) -> Result:
+        """Call ``function``; if this joiner's rank turns out to be taken, again under another."""
+        try:
+            return function()
+        except SupersededError as error:
+            self.come_again(error)
+            return function()
+
     def come_again(self, superseded: SupersededError) -> None:
         """Take another rank: two workers that joined at the same time had been given the same one.
 

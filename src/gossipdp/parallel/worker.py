@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from gossipdp.dynamics.chunks import Chunk, Role
 from gossipdp.dynamics.update import is_finite
-from gossipdp.errors import PoisonedError, SupersededError
-from gossipdp.gossip.sums import Outcome
+from gossipdp.errors import PoisonedError
+from gossipdp.gossip.sums import Average, Outcome
 from gossipdp.launcher.environment import Environment, check_platform
 from gossipdp.launcher.reports import REPORT_VARIABLE, Report, send_report
 from gossipdp.links.clock import since_boot_s
@@ -206,10 +206,7 @@ class Worker(Entry):
             self._unchecked.discard(optimizer_index)
             if self._saves or self.world_size > 1:
                 training_state.check_state(self.optimizers[optimizer_index], is_saved=self._saves)
-        try:
-            self._thread.check()
-        except SupersededError as error:
-            self.come_again(error)
+        self.in_run(lambda: self._thread.check())  # noqa: PLW0108 (a new thread the second time)
         # With shards all processes raise once all know it: none waits for one in a collective.
         self._raise_poison(self.known().is_poisoned, self._loop.poisoned)
         if self._is_averaged:
@@ -367,11 +364,7 @@ class Worker(Entry):
             yield
             return
         self._refuse_poison("they are not averaged with the others'")
-        asked = self._call(self._loop.sums.ask)
-        while not asked.done():
-            wait([asked], LOOK_AT_THREAD_EVERY_S)
-            self._thread.check()
-        found = asked.result()
+        found = self.in_run(self._ask_for_average)
         if found.without:
             reasons = "; ".join(f"worker {rank} ({why})" for rank, why in found.without.items())
             logger.warning("worker %d averages without %s", self.rank, reasons)
@@ -382,6 +375,13 @@ class Worker(Entry):
             yield
         finally:
             self.end_averaged()
+
+    def _ask_for_average(self) -> Average:
+        asked = self._call(self._loop.sums.ask)
+        while not wait([asked], LOOK_AT_THREAD_EVERY_S).done:
+            self._thread.check()
+        self._thread.check()  # an end of the thread ends the request too
+        return asked.result()
 
     def end_averaged(self) -> None:
         """Let the module hold this worker's own values again; if it does, do nothing."""
@@ -397,11 +397,7 @@ class Worker(Entry):
             "they are not averaged with the others'. Lower the learning rate or clip gradients",
             is_end=True,
         )
-        try:
-            outcome = self._wait_for_average(timeout_s)
-        except SupersededError as error:
-            self.come_again(error)
-            outcome = self._wait_for_average(timeout_s)
+        outcome = self.in_run(lambda: self._wait_for_average(timeout_s))
         self.lead = self.replica.first_says(outcome.lead)
         self._rendezvous.mark_consolidated()
         averaged = self._state.all_chunks

@@ -38,6 +38,7 @@ from gossipdp.protocol.messages import (
     Accept,
     AskMembers,
     AverageMessage,
+    BeginEpoch,
     Busy,
     ConsolidationMessage,
     Envelope,
@@ -322,11 +323,23 @@ class WorkerProtocol:
             return self.averages.receive(peer, message)
         if isinstance(message, ConsolidationMessage | ReductionMessage):
             self._deferred.append((peer, message))
+            if isinstance(message, BeginEpoch) and not message.waits_for_all:
+                return self._leave_training()
         elif isinstance(message, LifeMessage):
             return self._unlinked(self._detector.receive(peer, message, now))
         elif isinstance(message, AskMembers):
             return [Send(peer, self.answer_joiner())]
         return []
+
+    def _leave_training(self) -> list[PairingAction]:
+        """Abort an exchange with one that still trains: the average goes on without that one.
+
+        Consolidation gets nothing while an exchange runs, so a long one would keep this worker out.
+        """
+        state = self.pairing.state
+        peer = self.membership.get(state.peer) if isinstance(state, Exchanging) else None
+        trains = self.is_done and peer is not None and peer.status is Status.ALIVE
+        return self.pairing.abort("the average goes on without its peer") if trains else []
 
     def progressed(self, now: float) -> None:
         """Restart the deadline of the running exchange: a byte of it came or left."""
@@ -460,6 +473,7 @@ class WorkerProtocol:
         if now >= self._waits_until and self.consolidation.waits_for_all:
             self.consolidation.waits_for_all = False
             self._reviewed = None
+            actions += self._leave_training()
         return actions
 
     def next_deadline(self) -> float:

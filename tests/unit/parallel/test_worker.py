@@ -182,6 +182,25 @@ def test_only_the_first_model_of_a_script_says_where_to_join_it(wrap_sgd, monkey
     assert addresses == 2 * [{0: (own.host, own.port)}]  # as it met, and from its thread
 
 
+@pytest.mark.parametrize("when", ["as it asks", "while it waits"])
+def test_a_joiner_whose_rank_was_taken_averages_under_another(linear, monkeypatch, when):
+    model = linear()[0]
+    worker, came = model._worker, []
+    place, name = (worker, "_call") if when == "as it asks" else (worker._thread, "check")
+    usual, before = getattr(place, name), [each.clone() for each in model.parameters()]
+
+    def once_refused(*given: Any) -> Any:
+        if not came:
+            raise SupersededError("another process has rank 0")
+        return usual(*given)
+
+    monkeypatch.setattr(place, name, once_refused)
+    monkeypatch.setattr(worker, "come_again", came.append)
+    with model.averaged():
+        assert all(map(torch.equal, model.parameters(), before))
+    assert len(came) == 1
+
+
 @pytest.mark.parametrize(("given", "threads"), [(6, 4), (2, 2)])
 def test_one_that_joins_takes_its_share_of_its_host(wrap_sgd, monkeypatch, given, threads):
     """It has 8 cores, beside a live worker; a dead one and one elsewhere count for nothing."""

@@ -140,6 +140,35 @@ def test_the_average_goes_on_without_one_whose_training_hangs():
     assert worker.answer_joiner().is_ending
 
 
+@pytest.mark.parametrize("status", [Status.ALIVE, Status.DONE])
+def test_an_exchange_with_one_that_still_trains_keeps_nobody_out_of_the_average(status):
+    """It may take long; the leader leaves out a member that gives nothing for 2.5 time-outs."""
+    worker, trains = make_worker(0, 2), status is Status.ALIVE
+    dead = (member(rank, Status.DEAD) for rank in (3, 4, 5))
+    worker.receive(0, tell(member(0, Status.DONE), *dead), 0.1)
+    worker.done(0.2)
+    worker.receive(2, ask(2), 0.3)
+    worker.receive(2, tell(member(2, status)), 0.4)
+    begin = say.BeginEpoch(say.Epoch(1, 0, 70), ((0, 70), (1, 71)), None, waits_for_all=False)
+    actions = worker.receive(0, say.Envelope(begin), 0.5)
+    assert [stop.peer for stop in of_type(actions, Stop)] == ([2] if trains else [])
+    assert worker.consolidation.has_begun is trains
+    worker.finished(ask(2).message.id, 0.6)
+    assert worker.consolidation.has_begun
+
+
+def test_a_leader_whose_wait_is_over_ends_its_exchange_with_one_that_still_trains():
+    worker = make_worker(0, 2)
+    dead = (member(rank, Status.DEAD) for rank in (3, 4, 5))
+    worker.receive(2, tell(member(2, Status.DONE), *dead), 0.1)
+    worker.done(1.0, wait_s=2.0)
+    worker.receive(0, ask(0), 2.9)
+    actions = run(worker, 2.9, 3.1, [0, 2])
+    assert [stop.peer for stop in of_type(actions, Stop)] == [0]
+    (begun,) = (each for each in said(actions, 2) if isinstance(each, say.BeginEpoch))
+    assert not begun.waits_for_all
+
+
 # --- nothing that others say makes a message too long --------------------------------------
 
 MAX_CONTROL_BYTES = 1 << 20  # of a frame
