@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gossipdp.dynamics.chunks import Chunk, Role
 from gossipdp.dynamics.update import is_finite
-from gossipdp.errors import PoisonedError
+from gossipdp.errors import PoisonedError, SupersededError
 from gossipdp.gossip.sums import Average, Outcome
 from gossipdp.launcher.environment import Environment, check_platform
 from gossipdp.launcher.reports import REPORT_VARIABLE, Report, send_report
