@@ -417,12 +417,12 @@ class Entry:
         logger.info("worker %d joined the run, in its life %d", rank, 1 + self._restarts)
 
     def in_run(self, function: Callable[[], Result]) -> Result:
-        """Call ``function``; if this joiner's rank turns out to be taken, again under another."""
-        try:
-            return function()
-        except SupersededError as error:
-            self.come_again(error)
-            return function()
+        """Call ``function``, again whenever this joiner had to take another rank meanwhile."""
+        while True:
+            try:
+                return function()
+            except SupersededError as error:
+                self.come_again(error)
 
     def come_again(self, superseded: SupersededError) -> None:
         """Take another rank: two workers that joined at the same time had been given the same one.
