@@ -87,6 +87,16 @@ def test_a_batch_counts_its_first_tensor_or_a_list_of_samples(linear, batch, siz
     assert warned == [True] * (size not in (None, samples))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_a_nested_tensor_counts_its_parts(linear):
+    model, optimizer = linear(budget_samples=10)
+    parts = torch.nested.nested_tensor([torch.ones(length, 3) for length in (5, 2, 4, 1, 6)])
+    for batch in model.batches([(parts, torch.ones(5)), (parts, parts)]):
+        assert batch[0] is parts
+        step(model.module, optimizer)
+    assert (model.stats().samples, model.stats().gradient_steps) == (10, 2)
+
+
 def test_a_batch_that_cannot_be_counted_may_be_of_a_given_size(linear):
     given, optimizer = linear(budget_samples=6, counting=Counting(samples_per_step=3))
     for _ in given.batches(["abc"]):
