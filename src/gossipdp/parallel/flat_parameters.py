@@ -330,6 +330,7 @@ class FlatParameters:
         self.state.device.finish()  # all that was queued within averaged()
         for segment, flat in zip(self.state.segments, flats, strict=True):
             segment.swap(flat)
+        torch.clear_autocast_cache()  # it knows parameters by their identity, not their values
         reshard(self._module)
 
     def swap_back(self) -> None:

@@ -241,6 +241,18 @@ def test_unfreezing_is_found_unless_frozen_parameters_are_exchanged():
     flat.check()
 
 
+def test_autocast_sees_what_was_swapped_in():
+    """Within one region of autocast, as where the own loss is compared with the average's."""
+    net = nn.Linear(3, 2, bias=False)
+    flat, inputs = flatten(net), torch.ones(1, 3)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        own = net(inputs)
+        flat.swap([torch.full_like(segment.x, 2.0) for segment in flat.state.segments])
+        assert torch.equal(net(inputs), torch.full((1, 2), 6.0, dtype=torch.bfloat16))
+        flat.swap_back()
+        assert torch.equal(net(inputs), own)
+
+
 def test_views_of_parameters_in_a_state_dict_become_views_of_the_others():
     """As where a hook splits a fused projection, or turns it round."""
     net = nn.Linear(4, 6)
