@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ FOLLOW_PROGRESS = weakref.WeakKeyDictionary()
 """The optimizers that have had a :class:`ProgressLR`, each with its last one."""
 
 
-@runtime_checkable
 class HasProgress(Protocol):
     """A model, or a framework's adapter, that knows how far the run is."""
 
@@ -84,7 +83,8 @@ class ProgressLR(LRScheduler):
         start: float | None = None,
         end: float | None = None,
     ) -> None:
-        self._progress = model.progress if isinstance(model, HasProgress) else model
+        # Not isinstance(): from Python 3.12 on it does not see that of torch.compile(model).
+        self._progress: Callable[[], float] = getattr(model, "progress", model)
         self._shape = shape
         is_cycle = shape == "one_cycle"
         self._warmup = _share("warmup", warmup, ONE_CYCLE_WARMUP if is_cycle else 0.0)
