@@ -315,7 +315,7 @@ class FlatParameters:
         if changes:
             advice = "Call .to(), .half() and the like before wrapping, or wrap again"
             if view.shape != now.shape:
-                advice = "Register a buffer that grows with persistent=False; parameters may not"
+                advice = "Resize parameters before wrapping; buffers may grow with persistent=False"
             raise ModelChangedError(
                 f"{view.name!r} has changed {', '.join(changes)} since wrapping. {advice}"
             )
