@@ -548,6 +548,7 @@ class WorkerProtocol:
         self._presence.slept(since, now)
         self._progressed_at = now
         self._began_at += slept_s
+        self._waits_until += slept_s
         self._proposal_due = self._free_due = now + self.timeout_s
 
     def _ticks(self, now: float) -> list[PairingAction]:

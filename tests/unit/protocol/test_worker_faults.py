@@ -188,6 +188,19 @@ def test_a_wait_that_ends_within_an_exchange_begins_no_average_before_its_end(me
     assert [rank for rank, _ in begun.members] == [1, 2]
 
 
+def test_a_sleep_is_no_part_of_the_wait_for_those_that_still_train():
+    """When a machine wakes, the others that slept on it would be left out at once."""
+    worker = make_worker(0, 2)
+    worker.receive(0, tell(*(member(rank, Status.DEAD) for rank in (3, 4, 5))), 0.1)
+    worker.receive(2, tell(member(2, Status.DONE)), 0.1)
+    worker.done(1.0, wait_s=30.0)
+    run(worker, 1.0, 11.0, [0, 2])
+    run(worker, 3611.0, 3630.0, [0, 2])
+    assert not worker.consolidation.has_begun
+    run(worker, 3630.0, 3632.0, [0, 2])
+    assert worker.consolidation.has_begun
+
+
 # --- nothing that others say makes a message too long --------------------------------------
 
 MAX_CONTROL_BYTES = 1 << 20  # of a frame
