@@ -162,8 +162,7 @@ class WorkerProtocol:
         )
         self._reviewed: int | None = None
         self._tick_at = -math.inf  # of sums
-        # Whether it waits for those that still train, and until when at the latest.
-        self._waits, self._waits_until = True, math.inf
+        self._waits, self._waits_until = True, math.inf  # for those that still train
         self._moving: dict[Epoch, set[int]] = {}
         self._deferred: deque[tuple[int, ConsolidationMessage | ReductionMessage]] = deque(
             maxlen=MAX_DEFERRED
@@ -183,8 +182,7 @@ class WorkerProtocol:
         self.proposals_unanswered = 0
         self.is_done = False
         self._seen_version = -1  # of membership, for which `_quiet_until` holds
-        self._quiet_until = -math.inf
-        self._last_input = -math.inf
+        self._quiet_until = self._last_input = -math.inf
         # The reasons why this worker neither asks nor accepts; empty: it does.
         self._closed_for: set[str] = set()
         if own.status is Status.JOINING:
