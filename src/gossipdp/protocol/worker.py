@@ -162,7 +162,7 @@ class WorkerProtocol:
         )
         self._reviewed: int | None = None
         self._tick_at = -math.inf  # of sums
-        self._waits_until = math.inf
+        self._waits, self._waits_until = True, math.inf  # for those that still train
         self._moving: dict[Epoch, set[int]] = {}
         self._deferred: deque[tuple[int, ConsolidationMessage | ReductionMessage]] = deque(
             maxlen=MAX_DEFERRED
@@ -182,8 +182,7 @@ class WorkerProtocol:
         self.proposals_unanswered = 0
         self.is_done = False
         self._seen_version = -1  # of membership, for which `_quiet_until` holds
-        self._quiet_until = -math.inf
-        self._last_input = -math.inf
+        self._quiet_until = self._last_input = -math.inf
         # The reasons why this worker neither asks nor accepts; empty: it does.
         self._closed_for: set[str] = set()
         if own.status is Status.JOINING:
@@ -470,9 +469,8 @@ class WorkerProtocol:
             if self.is_done:
                 actions += self.consolidation.tick(self.peers.live, self._moving)
             self._moving.clear()
-        if now >= self._waits_until and self.consolidation.waits_for_all:
-            self.consolidation.waits_for_all = False
-            self._reviewed = None
+        if now >= self._waits_until:
+            self._waits, self._waits_until, self._reviewed = False, math.inf, None
             actions += self._leave_training()
         return actions
 
@@ -484,7 +482,7 @@ class WorkerProtocol:
             self._detector.next_deadline(),
             self.neighbourhood.next_deadline(),
             self._waits_end_at(),
-            self._waits_until if self.consolidation.waits_for_all else math.inf,
+            self._waits_until,
             self._affords_another_at(self._last_input) if self._is_spent else math.inf,
             self.clock.next_tick_at,
         )
@@ -548,6 +546,7 @@ class WorkerProtocol:
         self._presence.slept(since, now)
         self._progressed_at = now
         self._began_at += slept_s
+        self._waits_until += slept_s
         self._proposal_due = self._free_due = now + self.timeout_s
 
     def _ticks(self, now: float) -> list[PairingAction]:
@@ -661,11 +660,12 @@ class WorkerProtocol:
 
         Consolidation gets nothing while an exchange runs. All workers are done before consolidation
         begins, so no new exchange can begin then. But the worker that answers the last exchange may
-        get BEGIN before the last chunks.
+        get BEGIN, or wait no longer for others, before the last chunks.
         """
         actions: list[_Inner] = []
         if isinstance(self.pairing.state, Exchanging):
             return actions
+        self.consolidation.waits_for_all &= self._waits
         if self._reviewed != self.membership.version:
             self._reviewed = self.membership.version
             actions += self.consolidation.review(self.membership.members())
