@@ -316,6 +316,8 @@ class FlatParameters:
             advice = "Call .to(), .half() and the like before wrapping, or wrap again"
             if view.shape != now.shape:
                 advice = "Resize parameters before wrapping; buffers may grow with persistent=False"
+            elif not view.is_parameter:
+                advice += "; if forward() assigns this buffer, register it with persistent=False"
             raise ModelChangedError(
                 f"{view.name!r} has changed {', '.join(changes)} since wrapping. {advice}"
             )

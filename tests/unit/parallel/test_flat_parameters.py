@@ -207,6 +207,10 @@ def test_new_data_of_a_parameter_and_a_buffer_assigned_in_forward_are_adopted():
             r"'running_mean' has changed from \(4,\) to \(5,\) .*persistent=False",
         ),
         (
+            lambda net, _: setattr(net, "running_mean", torch.zeros(4).double()),
+            r"'running_mean' .* to torch\.float64 .*; if forward\(\) .* persistent=False",
+        ),
+        (
             lambda net, _: setattr(net.weight, "data", torch.zeros(5)),  # as transformers resizes
             r"'weight' has changed from \(4,\) to \(5,\) since wrapping. Resize parameters before",
         ),
