@@ -32,12 +32,13 @@ class ProgressLR(LRScheduler):
     .. math:: lr(p) = lr_0 \cdot w(p) \cdot shape(p)
 
     with :math:`p` → ``model.progress()`` in 0..1 and :math:`lr_0` the rate that the optimizer has
-    when the schedule is made. :math:`w` rises linearly from ``start`` to 1 while p goes from 0 to
-    ``warmup``. A schedule of torch's counts steps, so under gossip it would run out early on a fast
-    worker and late on a slow one; with this one all workers follow the same curve.
+    when its first schedule is made. :math:`w` rises linearly from ``start`` to 1 while p goes from
+    0 to ``warmup``. A schedule of torch's counts steps, so under gossip it would run out early on a
+    fast worker and late on a slow one; with this one all workers follow the same curve.
 
     Args:
-        optimizer: its present rates are the highest that the schedule sets.
+        optimizer: its rates are the highest that the schedule sets: the present ones, or after an
+            earlier schedule, of any kind, those before that: ``initial_lr`` in its groups.
         model: of :class:`~gossipdp.GossipDataParallel` with ``budget_samples`` or within
             ``epochs()``; or anything else with ``progress()``; or a function that returns it.
         shape: after the warm-up: ``"constant"``; ``"linear"`` or ``"cosine"``, which fall from 1 to
