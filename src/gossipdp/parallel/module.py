@@ -434,10 +434,11 @@ class GossipDataParallel(nn.Module):
         A name that ends in ``.pt`` or ``.pth`` gives what ``torch.load(path, weights_only=True)``
         loads; one in ``.safetensors`` what ``safetensors.torch.load_file`` does, with a tied
         parameter under each of its names. With ``base=False`` a large frozen base is left out, and
-        the file holds its adapters alone. The file appears whole or not at all. Before
-        :meth:`consolidate` the other workers go on training, as in :meth:`averaged`; after it, and
-        within :meth:`averaged`, the module holds the average and is saved as it is. With shards all
-        processes of the replica call it, and the first gathers the whole model and writes it.
+        the file holds its adapters alone. The file appears whole or not at all, and its folder is
+        made. Before :meth:`consolidate` the other workers go on training, as in :meth:`averaged`;
+        after it, and within :meth:`averaged`, the module holds the average and is saved as it is.
+        With shards all processes of the replica call it, and the first gathers the whole model and
+        writes it.
 
         The file says of which run it is, of how many workers, and how many samples the run had
         trained on. If others of the run have ended apart and saved there, an average of more
