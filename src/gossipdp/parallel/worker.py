@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import math
 import os
@@ -334,8 +335,8 @@ class Worker(Entry):
         )
         if poison is not None:
             raise poison
-        for chunk in self._state.moment_chunks:  # into the optimizers' state, which is saved next
-            chunk.boundary(0.0, wait=True)
+        for moment in itertools.chain(*self._moments):  # into the state that is saved next
+            moment.begins(wait=True)
         # Every chunk at one phase, which is therefore 0 after a resume.
         self._state.flow(self._theta())
         return self._flat.tensors()
