@@ -97,7 +97,7 @@ class CountedBatches:
             if self._may_repeat and any(each() is path[-1] for each in self._forwarded):
                 return
             self._forwarded.append(weakref.ref(path[-1]))
-        self._counted += _batch_size(batch, self._batch_dim) or 1
+        self._counted += _batch_size(batch, self._batch_dim) or 0
 
     def counting_once(self, closure: Callable[..., Any]) -> Callable[..., Any]:
         """Return the closure for a step; only its first call counts samples.
