@@ -361,8 +361,8 @@ class GossipDataParallel(nn.Module):
         Consolidate several models in the same order on all workers: else they wait for each other.
 
         Afterwards parameters and buffers are equal on all workers that were averaged, bit for bit:
-        those that exchanges do not average are the lowest rank's. The wrapper is closed: further
-        steps train this module alone.
+        those that exchanges do not average are the lowest rank's. (One made after wrapping stays as
+        it is, with a warning.) The wrapper is closed: further steps train this module alone.
 
         Raises:
             RuntimeError: it was called before.
