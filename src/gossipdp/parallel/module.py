@@ -414,7 +414,8 @@ class GossipDataParallel(nn.Module):
             OSError: it could not be written; earlier checkpoints are still there.
             PoisonedError: parameters hold NaN or infinity.
         """
-        return self._worker.checkpointer.finish_save(self._worker.checkpointer.begin_save())
+        checkpointer = self._worker.checkpointer
+        return checkpointer.finish_save(self._worker.in_run(checkpointer.begin_save))
 
     def also_checkpoint(self, **others: Stateful) -> None:
         """Save these objects' states with the checkpoints: schedulers, a GradScaler.

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpointing import step, steps_saved
 from torch import Tensor, nn
 from waiting import wait_until
 
@@ -20,7 +21,7 @@ from gossipdp.gossip.counters import Counters
 from gossipdp.launcher import rendezvous
 from gossipdp.launcher.reports import ReportChannel, report_variables
 from gossipdp.parallel import pace
-from gossipdp.parallel.checkpoint import Counts
+from gossipdp.parallel.checkpoint import Counts, file_path
 from gossipdp.parallel.options import Exchange, Options
 from gossipdp.parallel.pace import MAX_LAG, Pace, is_rate_low
 from gossipdp.parallel.shards import Agreed
@@ -199,6 +200,35 @@ def test_a_joiner_whose_rank_was_taken_averages_under_another(linear, monkeypatc
     with model.averaged():
         assert all(map(torch.equal, model.parameters(), before))
     assert len(came) == 1
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_joiner_whose_rank_was_taken_saves_under_another(linear, monkeypatch, tmp_path, caplog):
+    """At once if it is asked to; one that is due gives way to the step that takes a rank."""
+    model, optimizer = linear(tmp_path, 1, keep=9)
+    worker, came = model._worker, []
+    taken: list[SupersededError] = []
+
+    def check() -> None:
+        for error in taken:
+            raise error
+
+    def come_again(error: SupersededError) -> None:
+        came.append(worker.step_number)
+        taken.remove(error)
+
+    monkeypatch.setattr(worker._thread, "check", check)
+    monkeypatch.setattr(worker, "come_again", come_again)
+    step(model, optimizer)
+    taken.append(SupersededError("another process has rank 0"))
+    assert model.save_checkpoint() == file_path(tmp_path, 0, 1)
+    assert (came, steps_saved(tmp_path)) == ([1], [1])
+    taken.append(SupersededError("another process has rank 0"))
+    step(model, optimizer)
+    assert caplog.messages == ["another process has rank 0"]
+    assert (came, model.stats().checkpoints_failed) == ([1, 1], 1)
+    step(model, optimizer)
+    assert (came, steps_saved(tmp_path)) == ([1, 1], [2, 1])
 
 
 @pytest.mark.parametrize(("given", "threads"), [(6, 4), (2, 2)])
