@@ -77,6 +77,7 @@ class Settings(msgspec.Struct, frozen=True):
     wire_format: str
     start: str = "afresh"
     base: str = ""
+    budget_samples: int | None = None
 
     @property
     def model(self) -> str:
@@ -359,7 +360,7 @@ class Rendezvous:
 
     def _facts(self, settings: Settings, secret: bytes | None, run_id: str) -> dict[str, str]:
         shown = f"gossipdp rendezvous {run_id}".encode()
-        named = ("method", "graph", "comm_rate", "wire_format")
+        named = ("method", "graph", "comm_rate", "wire_format", "budget_samples")
         return {
             "WORLD_SIZE": str(self._environment.world_size),
             "TLS": "not used" if self._environment.tls is None else "used",

@@ -132,6 +132,7 @@ class Entry:
             comm_rate=shown_rate(options.asked_comm_rate),
             wire_format=options.wire_format,
             start="afresh" if resumption is None else resumption.start,
+            budget_samples=options.budget_samples,
         )
         self._rendezvous = Rendezvous.open(self._environment, network.start_timeout_s)
 

@@ -72,7 +72,8 @@ class GossipDataParallel(nn.Module):
             ``auto``: lattice8 over a network; full over loopback, in memory that both workers share
             and on a GPU. The same on all workers; values held and averaged at the end stay exact.
         budget_samples: samples that all workers together train on; ends :meth:`batches` and
-            scales :meth:`progress`. None: no budget, or that of :meth:`epochs`.
+            scales :meth:`progress`. The same on all workers. None: no budget, or that of
+            :meth:`epochs`.
         seed: of the exchanges' timing and of :attr:`worker_seed`; the same on all workers.
         mesh: for a model that ``fully_shard`` has sharded over one dimension of a device mesh: the
             other one, along which the replicas lie. Without it, or where it has size 1, all
@@ -89,7 +90,7 @@ class GossipDataParallel(nn.Module):
     Raises:
         ValueError: an argument is wrong, or parameters share memory (tied through ``.data``).
         RendezvousError: a worker did not arrive, or a port is in use.
-        RefusedError: model, method, graph, rate, wire format or secret differ from the others', or
+        RefusedError: model, method, graph, rate, format, budget or secret differ from the others', or
             a directory cannot be written to, or another run is alive in it.
 
     Example:
@@ -287,7 +288,7 @@ class GossipDataParallel(nn.Module):
                 this worker's sampler takes from it.
             num_epochs: how many.
             samples: of one epoch of all workers together, where the loader's dataset is not the
-                whole or does not know its length.
+                whole, or not as long on all workers, or does not know its length.
 
         Raises:
             ValueError: there is a budget already, or nothing says how long an epoch is.
