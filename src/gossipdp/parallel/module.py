@@ -90,7 +90,7 @@ class GossipDataParallel(nn.Module):
     Raises:
         ValueError: an argument is wrong, or parameters share memory (tied through ``.data``).
         RendezvousError: a worker did not arrive, or a port is in use.
-        RefusedError: model, method, graph, rate, format, budget or secret differ from the others', or
+        RefusedError: model, method, graph, rate, format, budget or secret differ from others', or
             a directory cannot be written to, or another run is alive in it.
 
     Example:
