@@ -387,6 +387,7 @@ def test_what_all_workers_must_have_alike_is_told_to_the_others(linear):
     there, here = settings(), settings(method="gossip", comm_rate=2.0, wire_format="lattice8")
     assert (there.method, there.comm_rate, there.wire_format) == ("a2cid2", "auto", "auto")
     assert (here.method, here.comm_rate, here.wire_format) == ("gossip", "2", "lattice8")
+    assert (there.budget_samples, settings(budget_samples=8).budget_samples) == (None, 8)
     here = settings(exchange=Exchange(moments={"momentum_buffer": 4}))
     message = r"the models differ, .*momentum_buffer in one exchange of 4,.* here and none on"
     assert re.match(message, here.difference_of_models(there.tensors))
