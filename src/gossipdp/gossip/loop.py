@@ -299,6 +299,7 @@ class GossipLoop(LinkHandler):
 
     def link_up(self, link: Link) -> None:
         self._links[link.peer] = link
+        self._dialer.linked(link.peer, self.clock())
         self.perform(self.protocol.link_up(link.peer, self.clock()))
         for data in self._outbox.pop(link.peer, ()):
             link.send_control(data)
