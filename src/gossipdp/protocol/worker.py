@@ -206,10 +206,11 @@ class WorkerProtocol:
     # --- training --------------------------------------------------------------------------
 
     @_input
-    def step(self, samples: int, now: float) -> Sequence[_Inner]:
-        """Count a gradient step on ``samples`` samples, which has just ended."""
-        self.progress.add(samples, now=now)
-        self.clock.step(now)
+    def step(self, samples: int, now: float, ended_s: float | None = None) -> Sequence[_Inner]:
+        """Count a gradient step on ``samples`` samples, which ended at ``ended_s``, or just now."""
+        ended_s = now if ended_s is None else ended_s
+        self.progress.add(samples, now=ended_s)
+        self.clock.step(ended_s)
         rate = self.exchange_rate
         self.pairing.moments_due.step()
         if rate is not None and rate.stepped(self.clock.step_seconds):
