@@ -148,6 +148,10 @@ class ExchangeRate:
         self._earn(now)
         self._tokens = max(0.0, self._tokens - 1.0)
 
+    def withdrawn(self) -> None:
+        """Give back the cost of an exchange that was withdrawn before its first chunk."""
+        self._tokens = min(BURST, self._tokens + 1.0)
+
     def opens_at(self, now: float) -> float:
         """Return when the worker can afford another exchange: now, or later.
 

@@ -578,6 +578,8 @@ class WorkerProtocol:
                     self._begin(now)
                 case Stop():
                     self.exchanges_failed += 1
+                case Withdrawn() if self.exchange_rate is not None:
+                    self.exchange_rate.withdrawn()
                 case Send(peer=peer, message=Propose(id=id)):
                     self.peers.proposed(peer, id, now)
                     self._proposal_due = now + self.peers.wait_s(peer)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gossipdp.protocol import exchange_rate as limits
 from gossipdp.protocol.exchange_rate import BURST, CEILING, HYSTERESIS, SPARE, ExchangeRate
-from gossipdp.protocol.messages import Accept, Busy, Envelope, ExchangeId, Free, Propose
+from gossipdp.protocol.messages import Accept, Busy, Cancel, Envelope, ExchangeId, Free, Propose
 from gossipdp.protocol.worker import Action
 
 STEP_S = 0.1
@@ -185,6 +185,20 @@ def test_a_worker_that_cannot_afford_more_says_busy_and_then_free():
     assert opens_at == pytest.approx(now + STEP_S / (SPARE * rate.rate))
     assert said(worker.poll(opens_at - 1e-3)) == []
     assert said(worker.poll(opens_at), 0) == [Free()]
+
+
+def test_an_exchange_that_is_withdrawn_before_its_first_chunk_costs_nothing():
+    rate = rate_after(0.2)
+    worker = make_worker(0, 2, exchange_rate=rate)
+    worker.poll(100.0)
+    for _ in range(int(BURST) - 1):
+        rate.began(100.0)
+    for number in range(3):  # each is the last one that it can afford
+        (answer,) = said(worker.receive(0, ask(0, number), 100.0), 0)
+        assert isinstance(answer, Accept)
+        worker.receive(0, Envelope(Cancel(answer.id)), 100.0)
+        worker.poll(worker.next_deadline())
+    assert rate.opens_at(100.0) == 100.0
 
 
 def test_while_it_cannot_afford_more_its_own_demands_wait_too():
