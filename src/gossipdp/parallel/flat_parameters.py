@@ -253,8 +253,8 @@ class FlatParameters:
         is_due = self._num_checks in (1, 2, 3, 10, 100, 1000)
         if self._watched and is_due:
             self._watch_frozen()
-        if optimizer_index is None or is_due:  # None: before a checkpoint, or an average
-            self._watch_buffers()
+        if self._watches_buffers and (optimizer_index is None or is_due):
+            self._watch_buffers()  # None: before a checkpoint, or an average
 
     @torch.no_grad()
     def _watch_frozen(self) -> None:
@@ -277,7 +277,7 @@ class FlatParameters:
 
     def _watch_buffers(self) -> None:
         """Warn once of a buffer that the module has made, or filled, since wrapping."""
-        for prefix, part in self._module.named_modules() if self._watches_buffers else ():
+        for prefix, part in self._module.named_modules():
             for key in sorted(part._buffers.keys() - part._non_persistent_buffers_set):
                 held = part._buffers[key]
                 if held is None or not held.numel() or (id(part._buffers), key) in self._known:

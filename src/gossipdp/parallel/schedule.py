@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ class ProgressLR(LRScheduler):
         end: float | None = None,
     ) -> None:
         # Not isinstance(): from Python 3.12 on it does not see that of torch.compile(model).
-        self._progress: Callable[[], float] = getattr(model, "progress", model)
+        self._progress = cast(Callable[[], float], getattr(model, "progress", model))
         self._shape = shape
         is_cycle = shape == "one_cycle"
         self._warmup = _share("warmup", warmup, ONE_CYCLE_WARMUP if is_cycle else 0.0)
