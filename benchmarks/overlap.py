@@ -43,7 +43,7 @@ SETTLE_S = 0.25  # for what an arm's exchanges still have to do when its turn is
 class Setting:
     """One of the questions.
 
-    workload: ``resnet18``, ``launch-bound``, ``launch-bound-large`` or ``gpt``.
+    workload: ``resnet18``, ``launch-bound`` or ``launch-bound-large``.
     shares_cores: both workers compute, each on a core that its gossip thread shares. Otherwise
         worker 0 computes on a core of its own, and worker 1's compute is a timed wait: the other
         core is there for both gossip threads.
@@ -71,13 +71,6 @@ SETTINGS = {
         8,
         8.0,
     ),
-    "gpt-shared-core": Setting(
-        "117M parameters, AdamW, on both workers, each on one core with its gossip thread",
-        "gpt",
-        True,
-        8,
-        15.0,
-    ),
 }
 
 
@@ -100,39 +93,6 @@ class LaunchBound(nn.Module):
             for scale, shift in zip(self.scales, self.shifts, strict=True):
                 values = torch.tanh(values * scale + shift)
         return values
-
-
-class GptShaped(nn.Module):
-    """GPT-2's matrices without its attention: 117 million parameters.
-
-    Each token is a sample of its own, so a small batch makes a step that is mostly the optimizer's,
-    where an exchange costs most. Tokens (batch,) to logits (batch, 50257).
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(50_257, 768)  # which the output shares
-        nn.init.normal_(self.embedding.weight, std=0.02)
-        self.layers = nn.Sequential(*(_Layer(768) for _ in range(11)))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of each token."""
-        hidden: Tensor = self.layers(self.embedding(tokens))
-        return nn.functional.linear(hidden, self.embedding.weight)
-
-
-class _Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.mixed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, values: Tensor) -> Tensor:
-        gate, scale, value = self.mixed(self.norm(values)).chunk(3, dim=-1)
-        values = values + self.out(torch.sigmoid(gate) * torch.tanh(scale) * value)
-        wider: Tensor = self.narrow(nn.functional.gelu(self.wide(values)))
-        return values + wider
 
 
 @dataclass
@@ -202,20 +162,12 @@ class _Arm:
             net: nn.Module = cifar_resnet18()
             self._inputs = torch.randn(setting.batch_size, 3, 32, 32)
             self._labels = torch.randint(10, (setting.batch_size,))
-        elif setting.workload == "gpt":
-            net = GptShaped()
-            self._inputs = torch.randint(50_257, (setting.batch_size,))
-            self._labels = torch.randint(50_257, (setting.batch_size,))
         else:
             large = setting.workload == "launch-bound-large"
             net = LaunchBound(num_parameters=CIFAR_RESNET18_PARAMETERS if large else 1_000_000)
             self._inputs = torch.randn(setting.batch_size, 16)
-        self._optimizer: torch.optim.Optimizer
-        if setting.workload == "gpt":
-            self._optimizer = torch.optim.AdamW(net.parameters(), 1e-4)
-        else:
-            foreach = setting.workload == "resnet18"
-            self._optimizer = torch.optim.SGD(net.parameters(), 1e-3, momentum=0.9, foreach=foreach)
+        foreach = setting.workload == "resnet18"
+        self._optimizer = torch.optim.SGD(net.parameters(), 1e-3, momentum=0.9, foreach=foreach)
         before = threading.enumerate()
         with _alone() if name == "none" else nullcontext():
             self._wrapped = GossipDataParallel(

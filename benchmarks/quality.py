@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import torch
@@ -27,7 +27,7 @@ import tyro
 from support.conditions import CONDITIONS
 from support.finished_runs import Campaign, NoBestRateError, best_rate, next_rate
 from support.hosts import Hosts
-from support.quality_rows import DEFAULT_ROWS, RowName
+from support.quality_rows import DEFAULT_ROWS, WEIGHT_DECAY, RowName
 from support.quality_worker import (
     DataName,
     Processor,
@@ -70,6 +70,9 @@ class QualityBenchmark:
     rates: str = "0.004,0.008,0.016"
     """The grid of learning rates to begin with, each twice the last; of one, none is tuned."""
 
+    decays: str = f"{WEIGHT_DECAY}"
+    """The same of AdamW's weight decays, tuned at the best rate."""
+
     seeds: int = option(3, at_least_1)
     """Runs at the best rate; the seed of the tuning is none of them."""
 
@@ -111,7 +114,7 @@ def measure_all(benchmark: QualityBenchmark) -> None:
         path = results_folder(benchmark.quick) / "quality_runs.jsonl"
         path.unlink(missing_ok=True)  # it is to run, not to find what ran before
         benchmark = replace(benchmark, size="tiny", seeds=1, runs=path)
-    names, rates = check(benchmark)
+    names, rates, decays = check(benchmark)
     size = SIZES[benchmark.size]
     size = replace(size, steps=benchmark.steps or size.steps)
     report = Report(f"quality_{benchmark.size}", "Does it train as well?", benchmark.quick)
@@ -136,7 +139,7 @@ def measure_all(benchmark: QualityBenchmark) -> None:
         )
         for name in here
     ]
-    results = measure_rows(bases, rates, benchmark.seeds, runs)
+    results = measure_rows(bases, (rates, decays), benchmark.seeds, runs)
     left = [
         *(Missing(label, f"it failed: {why}") for label, why in runs.failures.items()),
         *(each for each in unfinished(results, benchmark.seeds) if each.row not in runs.failures),
@@ -161,20 +164,28 @@ def measure_all(benchmark: QualityBenchmark) -> None:
         sys.exit(f"quality: failed: {', '.join(runs.failures)}; see above")
 
 
-def check(benchmark: QualityBenchmark) -> tuple[list[RowName], list[float]]:
-    """Rows and rates; raises ValueError for what cannot be meant."""
+def check(benchmark: QualityBenchmark) -> tuple[list[RowName], list[float], list[float]]:
+    """Rows, rates and decays; raises ValueError for what cannot be meant."""
     names = RowName.parse_all(benchmark.rows)
-    try:
-        rates = [float(text) for text in benchmark.rates.split(",")]
-    except ValueError:
-        raise ValueError(f"--rates is {benchmark.rates!r}; give numbers, with commas") from None
-    if rates[0] <= 0 or any(two != 2 * one for one, two in itertools.pairwise(rates)):
-        raise ValueError(f"--rates is {benchmark.rates!r}; each is twice the one before")
+    rates, decays = grid("--rates", benchmark.rates), grid("--decays", benchmark.decays)
     check_flags(benchmark)
-    return names, rates
+    return names, rates, decays
+
+
+def grid(flag: str, text: str) -> list[float]:
+    """Return the values of a grid; raises ValueError unless each is twice the last."""
+    try:
+        values = [float(each) for each in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{flag} is {text!r}; give numbers, with commas") from None
+    if values[0] <= 0 or any(two != 2 * one for one, two in itertools.pairwise(values)):
+        raise ValueError(f"{flag} is {text!r}; each is twice the one before")
+    return values
 
 
 TUNING_SEED = 0
+Grids: TypeAlias = tuple[Sequence[float], Sequence[float]]
+"""Of learning rates and of weight decays."""
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -199,8 +210,9 @@ class Runs(Campaign[Line]):
             result = run(settings, hosts)
             print(
                 f"{label}, {settings.data} data, {settings.size.steps} steps, rate "
-                f"{settings.learning_rate:g}, seed {settings.seed}: {result.loss_or_inf:.4f} bits "
-                f"a byte, {result.samples_per_s:.0f} samples/s, {result.seconds:.0f} s",
+                f"{settings.learning_rate:g}, decay {settings.weight_decay:g}, seed "
+                f"{settings.seed}: {result.loss_or_inf:.4f} bits a byte, "
+                f"{result.samples_per_s:.0f} samples/s, {result.seconds:.0f} s",
                 flush=True,
             )
             return Line(settings.key, result, Provenance.here(result.seconds))
@@ -211,48 +223,55 @@ class Runs(Campaign[Line]):
 
 @dataclass
 class Measured:
-    """One row on one kind of data. tried: rate → loss of the tuning seed; given: the rate, if it is
-    not tuned; results: by seed.
+    """One row on one kind of data.
+
+    settings: with the best rate and decay so far; tried: by setting, value → loss of the tuning
+    seed; results: by seed.
     """
 
-    tried: dict[float, float] = field(default_factory=dict)
-    given: float | None = None
+    settings: RunSettings
+    tried: dict[str, dict[float, float]] = field(default_factory=dict)
     is_tuned: bool = False
     results: dict[int, RunResult] = field(default_factory=dict)
 
-    @property
-    def rate(self) -> float:
-        """The best learning rate."""
-        return best_rate(self.tried) if self.given is None else self.given
+
+def having(settings: RunSettings, setting: str, value: float) -> RunSettings:
+    """Return the settings with another value of one of them."""
+    changed: dict[str, Any] = {setting: value}
+    return replace(settings, **changed)
 
 
 def measure(
     base: RunSettings,
-    rates: Sequence[float],
+    grids: Grids,
     num_seeds: int,
     run: Callable[[RunSettings], RunResult | None],
 ) -> Measured:
-    """Tune the row of ``base``, then run seeds 1 to ``num_seeds`` at the rate that was best.
+    """Tune the row of ``base``, then run seeds 1 to ``num_seeds`` with what was best.
 
-    The tuning seed is none of those: a rate that was best by chance gains nothing by it. It is
-    tuned under no condition.
+    The tuning seed is none of those: what was best by chance gains nothing by it. It is tuned under
+    no condition.
 
     Args:
-        base: what is measured, but for rate and seed.
-        rates: the grid to begin with.
+        base: what is measured, but for rate, decay and seed.
+        grids: of rates and of decays, to begin with; a value alone is not tuned.
         num_seeds: how many; with 0 the row is only tuned.
         run: gives a run's result, or None where it is not to be had now.
     """
-    found = Measured(given=rates[0] if len(rates) == 1 else None)
-    tuning = replace(base, seed=TUNING_SEED, condition=None)
-    while found.given is None and (rate := next_rate(found.tried, rates)) is not None:
-        result = run(replace(tuning, learning_rate=rate))
-        if result is None:
-            return found
-        found.tried[rate] = result.loss_or_inf
+    found = Measured(replace(base, learning_rate=grids[0][0], weight_decay=grids[1][0]))
+    for setting, values in zip(("learning_rate", "weight_decay"), grids, strict=True):
+        tried = found.tried[setting] = dict[float, float]()
+        while len(values) > 1 and (value := next_rate(tried, values)) is not None:
+            tuning = replace(found.settings, seed=TUNING_SEED, condition=None)
+            result = run(having(tuning, setting, value))
+            if result is None:
+                return found
+            tried[value] = result.loss_or_inf
+        if tried:
+            found.settings = having(found.settings, setting, best_rate(tried))
     found.is_tuned = True
     for seed in range(1, num_seeds + 1):
-        result = run(replace(base, learning_rate=found.rate, seed=seed))
+        result = run(replace(found.settings, seed=seed))
         if result is None:
             return found
         found.results[seed] = result
@@ -260,14 +279,14 @@ def measure(
 
 
 def measure_rows(
-    bases: Sequence[RunSettings], rates: Sequence[float], num_seeds: int, runs: Runs
+    bases: Sequence[RunSettings], grids: Grids, num_seeds: int, runs: Runs
 ) -> dict[str, Measured]:
     """Tune every row, then run seed after seed: what is finished compares like with like."""
     results: dict[str, Measured] = {}
     for up_to in range(num_seeds + 1):
         for base in bases:
             try:
-                results[base.row] = measure(base, rates, up_to, runs.result)
+                results[base.row] = measure(base, grids, up_to, runs.result)
             except NoBestRateError as error:
                 runs.failures[RowName.parse(base.row).label] = str(error)
     return results
@@ -279,7 +298,7 @@ def unfinished(results: Mapping[str, Measured], num_seeds: int) -> list[Missing]
     for row, measured in results.items():
         label = RowName.parse(row).label
         if not measured.is_tuned:
-            found.append(Missing(label, "its learning rate is not tuned yet: call again"))
+            found.append(Missing(label, "it is not tuned yet: call again"))
         elif len(measured.results) < num_seeds:
             why = f"{len(measured.results)} of {num_seeds} seeds are measured: call again"
             found.append(Missing(label, why))
@@ -296,13 +315,17 @@ def row_as_json(measured: Measured) -> dict[str, Any]:
     return {
         "loss": statistics.fmean(losses) if len(losses) == len(results) else None,
         "loss_std": statistics.stdev(losses) if len(losses) > 1 else None,
-        "learning_rate": measured.rate,
+        "learning_rate": measured.settings.learning_rate,
+        "weight_decay": measured.settings.weight_decay,
         "bytes_per_parameter_step": statistics.fmean(x.bytes_per_parameter_step for x in results),
         "samples_per_s": statistics.fmean(x.samples_per_s for x in results),
         "comm_rate": statistics.fmean(x.comm_rate for x in results),
         "samples": statistics.fmean(x.samples for x in results),
         "seeds": {seed: x.loss for seed, x in measured.results.items()},
-        "tried": {f"{rate:g}": measured.tried[rate] for rate in sorted(measured.tried)},
+        "tried": {
+            setting: {f"{value:g}": tried[value] for value in sorted(tried)}
+            for setting, tried in measured.tried.items()
+        },
     }
 
 
@@ -319,6 +342,7 @@ def table(rows: Mapping[str, dict[str, Any]], kind: str) -> Table:
                 f"{100 * (loss / base - 1):+.1f}%" if loss and base else "-",
                 f"{len(row['seeds'])}",
                 f"{row['learning_rate']:g}",
+                f"{row['weight_decay']:g}",
                 f"{row['bytes_per_parameter_step']:.3g}",
                 f"{row['comm_rate']:.3g}",
                 f"{row['samples_per_s']:.0f}",
@@ -332,6 +356,7 @@ def table(rows: Mapping[str, dict[str, Any]], kind: str) -> Table:
             "over DDP",
             "seeds",
             "learning rate",
+            "weight decay",
             "bytes/(parameter, step)",
             "comm rate",
             "samples/s",

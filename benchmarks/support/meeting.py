@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-PATIENCE_S = 120.0
+PATIENCE_S, POLL_S = 120.0, 1e-3
 
 
 class Meeting:
@@ -16,13 +16,11 @@ class Meeting:
     Args:
         path: of the file, made by :meth:`create`.
         rank: of this worker.
-        poll_s: how often one who waits looks.
     """
 
-    def __init__(self, path: Path, rank: int, poll_s: float = 1e-3) -> None:
+    def __init__(self, path: Path, rank: int) -> None:
         self._numbers = np.memmap(path, dtype=np.float64, mode="r+")
         self._rank = rank
-        self._poll_s = poll_s
         self._num_met = 0
 
     @staticmethod
@@ -43,7 +41,7 @@ class Meeting:
         while places.min() < self._num_met:
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"worker {int(places.argmin())} did not come to the meeting")
-            time.sleep(self._poll_s)
+            time.sleep(POLL_S)
 
     def say(self, number: float) -> None:
         """Leave a number for the others; they may read it after the next :meth:`meet`."""

@@ -20,7 +20,7 @@ import torch
 from support.conditions import Condition
 from support.hosts import Hosts, bytes_sent, enter, tcp_bytes_sent
 from support.meeting import Meeting
-from support.quality_rows import KINDS, RowName, make_optimizer
+from support.quality_rows import KINDS, WEIGHT_DECAY, RowName, make_optimizer
 from support.rows import Row, RowPlan
 from support.timed_compute import TimedCompute
 from torch import Tensor, nn
@@ -73,6 +73,7 @@ class RunSettings:
     condition: Condition | None = None
     """Under which the run is timed. None: steps take what they take on this machine."""
     processor: Processor = ONE_THREAD
+    weight_decay: float = WEIGHT_DECAY
 
     @property
     def has_own_pace(self) -> bool:
@@ -96,6 +97,8 @@ class RunSettings:
             del settings["condition"]
         if self.processor == ONE_THREAD:
             del settings["processor"]
+        if self.weight_decay == WEIGHT_DECAY:
+            del settings["weight_decay"]
         return msgspec.json.encode(settings, order="sorted").decode()
 
 
@@ -228,7 +231,7 @@ def train(
         seed=settings.seed,
         batch_sizes=name.batch_sizes(size.batch_size, speeds),
         periods=name.periods(speeds),
-        make_optimizer=make_optimizer,
+        make_optimizer=partial(make_optimizer, weight_decay=settings.weight_decay),
         method=KINDS[name.kind].method,
         options=options,
         own_pace=settings.has_own_pace,

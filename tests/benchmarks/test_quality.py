@@ -29,24 +29,29 @@ def result(loss: float | None, sent: float = 6.0) -> RunResult:
     )
 
 
-def test_all_seeds_run_at_the_rate_that_is_best_for_another_seed_without_a_condition():
+def test_all_seeds_run_with_what_is_best_for_another_seed_without_a_condition():
     asked: list[RunSettings] = []
 
     def fake(settings: RunSettings) -> RunResult | None:
         asked.append(settings)
-        loss = abs(math.log2(settings.learning_rate / 0.008)) + settings.seed
+        off = settings.learning_rate / 0.008, settings.weight_decay / 0.025
+        loss = sum(abs(math.log2(each)) for each in off) + settings.seed
         return result(loss) if settings.seed < 3 else None
 
     timed = replace(SETTINGS, condition=CONDITIONS["equal"])
-    found = measure(timed, RATES, 3, fake)
-    assert [(one.seed, one.condition) for one in asked[:3]] == [(TUNING_SEED, None)] * 3
-    assert [(one.seed, one.learning_rate, one.condition) for one in asked[3:]] == [
-        (seed, 0.008, CONDITIONS["equal"]) for seed in (1, 2, 3)
+    found = measure(timed, (RATES, [0.05, 0.1]), 3, fake)
+    assert {(one.seed, one.condition) for one in asked[:7]} == {(TUNING_SEED, None)}
+    assert [(one.learning_rate, one.weight_decay) for one in asked[:7]] == [
+        *((rate, 0.05) for rate in (0.004, 0.008, 0.016)),
+        *((0.008, decay) for decay in (0.05, 0.1, 0.025, 0.0125)),
     ]
-    assert sorted(found.tried) == [0.004, 0.008, 0.016]
+    assert asked[7:] == [
+        replace(timed, learning_rate=0.008, weight_decay=0.025, seed=seed) for seed in (1, 2, 3)
+    ]
+    assert sorted(found.tried["weight_decay"]) == [0.0125, 0.025, 0.05, 0.1]
     assert found.is_tuned
     assert list(found.results) == [1, 2]  # the third is not to be had now
-    assert not measure(SETTINGS, RATES, 3, lambda _: None).is_tuned
+    assert not measure(SETTINGS, (RATES, [0.1]), 3, lambda _: None).is_tuned
 
 
 def test_a_row_is_a_kind_and_a_period():
@@ -92,7 +97,7 @@ def test_a_second_call_goes_on_where_the_first_was_stopped(tmp_path, monkeypatch
     monkeypatch.setattr(support.report, "RESULTS", tmp_path)
     measure_all(replace(benchmark, minutes=0.0))
     assert not asked
-    assert "its learning rate is not tuned yet" in capsys.readouterr().out
+    assert "it is not tuned yet" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="failed: DDP, bf16 hook"):
         measure_all(benchmark)
     assert "it failed: workers 0, 1 raised TypeError" in capsys.readouterr().out

@@ -89,10 +89,9 @@ def test_the_bytes_are_those_of_the_results():
 
 
 def test_the_advice_has_the_figures_of_the_results():
-    """Of torchft's modes the one that kept most."""
+    """Run by run, as in the tables, over torchft's mode that comes nearest."""
     over = [
-        RACE[name]["gossipdp"]["samples"]
-        / max(found["samples"] for row, found in RACE[name].items() if "torchft" in row)
+        min(found["samples_ratio"] for row, found in RACE[name].items() if "torchft" in row)
         for name in ("moving", "kills10", "kills10_moving")
     ]
     assert (

@@ -114,6 +114,18 @@ def test_a_failure_before_the_start_ends_the_others_and_names_the_rank(workers):
     assert "launcher/local" not in str(raised.value)
 
 
+@pytest.mark.parametrize("status", [None, 0])
+def test_sys_exit_ends_a_worker_as_it_ends_a_script(workers, status):
+    assert workers(sys.exit, 2, (status,)) == [None, None]
+
+
+@pytest.mark.parametrize(("status", "code"), [("no data", 1), (3, 3)])
+def test_sys_exit_with_a_status_is_a_failure(workers, status, code):
+    said = rf"^worker 0 ended with exit code {code}:\n{status}$"
+    with pytest.raises(WorkerFailedError, match=said):
+        workers(sys.exit, 1, (status,))
+
+
 def test_time_runs_out(workers):
     with pytest.raises(WorkerFailedError, match="timeout_s=1 passed, but of 2 workers 0, 1 still"):
         workers(time.sleep, 2, (FOR_EVER_S,), timeout_s=1)

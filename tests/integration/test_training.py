@@ -220,7 +220,7 @@ def train_until_its_rate_is_set() -> tuple[float, str, list[int]]:
 
 def test_a_rate_that_sets_itself_follows_the_limit(workers):
     for rate, bound, num_steps in workers(train_until_its_rate_is_set, 2):
-        assert bound == "limit"
+        assert bound == "link"
         assert 0.005 < rate < 0.2  # half a step of 0.1 s, over one or two seconds
         assert min(num_steps) > 1  # training does not wait for the limit
 

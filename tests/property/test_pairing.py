@@ -274,7 +274,7 @@ class Links:
         )
 
     def _due(self, rank: int) -> tuple[int, ...]:
-        """Return the periods of which no exchange of a worker lately carried any moment."""
+        """Return the periods of which no complete exchange of a worker lately carried any."""
         carried = self._carried[rank]
         return tuple(
             period
@@ -303,6 +303,7 @@ class Links:
         id = self._open.pop(rank)
         if id.initiator == rank:
             self._demands[rank] = max(0, self._demands[rank] - 1)
+        self._carried[rank].append(self._begun[id][rank].moments)
         self._do(rank, self.pairings[rank].finished(id))
 
     def _break(self, edge: frozenset[int], unheard: set[int]) -> None:
@@ -327,7 +328,6 @@ class Links:
                     if id.initiator != rank:
                         assert action.alpha_tilde <= self.pairings[rank].alpha_tilde
                     self._open[rank] = id
-                    self._carried[rank].append(action.moments)
                     self._begun.setdefault(id, {})[rank] = action
                 case _:
                     assert self._open.pop(rank) == action.id

@@ -25,7 +25,6 @@ BYTES_OF_A_VALUE = {"auto": 1, "full": 4, "bfloat16": 2, "lattice8": 1}
 BOUNDS: dict[Bound, str] = {
     "ceiling": "4 a step is the most: more was not tried.",
     "link": "The link is the bound: exchanges fill half of a worker's time.",
-    "limit": "The limit on sent bytes is the bound: exchanges fill half of a worker's time.",
 }
 
 
@@ -52,13 +51,10 @@ class PlanArguments:
     """Duration of a gradient step."""
 
     link_mbps: float | None = option(None, rules.positive_number)
-    """Speed of a link in each direction, Mbit/s."""
+    """Speed of a link in each direction, or Network(max_megabits_per_s=) if less, Mbit/s."""
 
     latency_ms: float = option(0.5, rules.number)
     """Time that a message travels."""
-
-    max_megabits_per_s: float | None = option(None, rules.megabits_per_s)
-    """Limit that Network(max_megabits_per_s=) sets."""
 
     json: Path | None = option(None, rules.output_file)
     """Also write the constants to this file."""
@@ -131,11 +127,9 @@ def _own_rate(arguments: PlanArguments) -> OwnRate | None:
             )
         return None
     num_bytes = num_values * BYTES_OF_A_VALUE[arguments.wire_format]
-    link_s = num_bytes * 8e-6 / mbps
-    limit = arguments.max_megabits_per_s
-    held_s = 0.0 if limit is None else max(0.0, num_bytes * 8e-6 / limit - link_s)
-    exchange_s, step_s = arguments.latency_ms / 1e3 + link_s + held_s, step_ms / 1e3
-    return OwnRate(*affordable_rate(step_s, exchange_s, held_s), num_bytes, exchange_s, step_s)
+    exchange_s = arguments.latency_ms / 1e3 + num_bytes * 8e-6 / mbps
+    step_s = step_ms / 1e3
+    return OwnRate(*affordable_rate(step_s, exchange_s), num_bytes, exchange_s, step_s)
 
 
 def _table(name: str, comm_rate: float, constants: Constants) -> Table:

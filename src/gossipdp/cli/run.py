@@ -58,9 +58,6 @@ class RunArguments:
     """Address on which workers meet and listen; by default 127.0.0.1.
     With --rendezvous or --join, that of the interface that leads there."""
 
-    port: int = 0
-    """Port on which workers meet; 0: any free one."""
-
     nnodes: int = 1
     """Hosts; each calls gossipdp run with the same -n."""
 
@@ -68,7 +65,7 @@ class RunArguments:
     """Number of this host, from 0."""
 
     rendezvous: str | None = None
-    """HOST:PORT on host 0 where all workers meet; instead of --port."""
+    """HOST:PORT on host 0 where all workers meet; by default a free port of --host."""
 
     join: str | None = None
     """HOST:PORT of a worker of the job to join; with shards, one of each, with commas."""
@@ -316,10 +313,10 @@ def _plan(
     num_shards = arguments.nproc_per_replica
     several = arguments.nnodes != 1 or arguments.rendezvous is not None
     if arguments.join is not None:
-        if several or arguments.port:
+        if several:
             raise ValueError(
-                "--join needs none of --nnodes, --node-rank, --rendezvous and --port: the workers "
-                "of the run know the others"
+                "--join needs none of --nnodes, --node-rank and --rendezvous: the workers of the "
+                "run know the others"
             )
         addresses = environment.read_addresses("--join", arguments.join)
         if secret is None and tls is None:
@@ -330,21 +327,21 @@ def _plan(
         networks = ask_join_infos(addresses, num_shards, tls)
         return LaunchPlan(num_local, secret=secret, join_infos=networks)
     if arguments.workers is None:
-        if several or arguments.node_rank or arguments.port:
+        if several or arguments.node_rank:
             raise ValueError(
-                "--nnodes, --node-rank, --rendezvous and --port need -n; without it the launcher "
-                "of this process says the rank and where the workers meet"
+                "--nnodes, --node-rank and --rendezvous need -n; without it the launcher of this "
+                "process says the rank and where the workers meet"
             )
         return LaunchPlan.launched(os.environ, secret)
-    host, port = arguments.host or "127.0.0.1", arguments.port
+    host, port = arguments.host or "127.0.0.1", 0
     if not several and arguments.node_rank:
         raise ValueError("--node-rank without --nnodes; say how many hosts there are")
     if several:
         addresses = environment.read_addresses("--rendezvous", arguments.rendezvous or "")
-        if len(addresses) != 1 or port:
+        if len(addresses) != 1:
             raise ValueError(
                 "several hosts need one --rendezvous HOST:PORT, the same on all, with an address "
-                "of host 0 and a free port there; --port is for one host"
+                "of host 0 and a free port there"
             )
         ((host, port),) = addresses
     if several and secret is None and tls is None and not environment.is_loopback(host):

@@ -40,7 +40,6 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, final
 from weakref import WeakSet
 
@@ -50,8 +49,6 @@ from torch import Tensor
 logger = logging.getLogger("gossipdp")
 
 SWITCH, ON = "GOSSIPDP_UNTRIED_GPU", "yes"
-ACCELERATORS = ("cuda", "xpu")
-"""The types of torch's devices that queue work on streams; a ROCm device is ``cuda`` to torch."""
 MOST_SLOTS = 64
 """More than an exchange needs in any codec. If there are more, all are made anew."""
 HUGE_PAGE_BYTES = 1 << 21
@@ -62,21 +59,13 @@ def refusal(device: torch.device) -> str | None:
     """Return why parameters on a device of torch's are refused, and the fix; None: they are not."""
     if device.type == "cpu":
         return None
-    if device.type in ACCELERATORS:
-        if (device.type == "cuda" and torch.version.hip is None) or os.environ.get(SWITCH) == ON:
-            return None
-        return (
-            "The exchange of parameters has run on an NVIDIA GPU, and on no other maker's: set "
-            f"{SWITCH}={ON} to try it all the same, or move the module to the CPU before wrapping"
-        )
-    if device.type == "mps":
-        return (
-            "Exchanges need a second stream and float64, which Apple's GPUs lack: move the module "
-            "to the CPU before wrapping"
-        )
+    if device.type != "cuda":  # a ROCm device is one to torch
+        return "Exchanges know the CPU and CUDA devices: move the module to the CPU before wrapping"
+    if torch.version.hip is None or os.environ.get(SWITCH) == ON:
+        return None
     return (
-        "Exchanges know the CPU and CUDA, ROCm and XPU devices: move the module to the CPU before "
-        "wrapping"
+        "The exchange of parameters has run on an NVIDIA GPU, and on no other maker's: set "
+        f"{SWITCH}={ON} to try it all the same, or move the module to the CPU before wrapping"
     )
 
 
@@ -363,7 +352,7 @@ class AcceleratorDevice(QueuedDevice):
         torch.accelerator.synchronize(self._device)
 
     def is_capturing(self) -> bool:
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return torch.cuda.is_current_stream_capturing()
 
     def mark(self) -> Mark:
         return _Event(self._device)
@@ -378,8 +367,6 @@ class AcceleratorDevice(QueuedDevice):
     def pin(self, memory: memoryview, *, is_peers: bool) -> object:
         if not is_peers:
             self._slots.clear()  # of the memory before
-        if self._device.type != "cuda":
-            return None
         pinned = _Pinned(memory, self._device.index, is_peers=is_peers)
         if pinned.status == 0:
             self._locked.add(pinned)
@@ -399,27 +386,25 @@ class AcceleratorDevice(QueuedDevice):
 
 @final
 class _Event(Mark):
-    """An event of torch's: a stream that waits for it waits for the place of its last record."""
+    """An event of CUDA's: a stream that waits for it waits for the place of its last record."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # The host sleeps rather than spins. On CUDA ``torch.Event`` spins even so (torch 2.11), and
-        # CUDA's own events take CUDA's own streams alone.
-        is_cuda = device.type == "cuda"
-        self._streams: Any = torch.cuda if is_cuda else torch.accelerator
-        self._event = (torch.cuda.Event if is_cuda else partial(torch.Event, device))(blocking=True)
+        # The host sleeps rather than spins, as it would with ``torch.Event`` (torch 2.11).
+        self._cuda: Any = torch.cuda
+        self._event = self._cuda.Event(blocking=True)
 
     def leave(self) -> None:
-        self._event.record(self._streams.current_stream(self._device))
+        self._event.record(self._cuda.current_stream(self._device))
 
     def precede(self) -> None:
-        self._streams.current_stream(self._device).wait_event(self._event)
+        self._cuda.current_stream(self._device).wait_event(self._event)
 
     def wait(self) -> None:
         self._event.synchronize()
 
     def is_past(self) -> bool:
-        return self._event.query()
+        return bool(self._event.query())
 
 
 @final
@@ -473,7 +458,7 @@ def device_of(devices: set[torch.device]) -> Device:
             "before wrapping"
         )
     (device,) = devices
-    if device.type not in ACCELERATORS:
+    if device.type != "cuda":
         raise ValueError(f"parameters are on {device}. {refusal(device)}")
     return AcceleratorDevice(device)
 

@@ -248,7 +248,8 @@ def scratch(like: Tensor, number: int = 0) -> Tensor:
     key = number, like.dtype, like.device
     room = _kept.rooms.get(key)
     if room is None or room.numel() < like.numel():
-        room = _kept.rooms[key] = torch.empty_like(like)
+        with torch.inference_mode(False):  # what is made in that mode may not be written later
+            room = _kept.rooms[key] = torch.empty_like(like)
     return room[: like.numel()]
 
 

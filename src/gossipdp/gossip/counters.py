@@ -78,8 +78,8 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     comm_rate_bound: Annotated[
         str,
         Metric(
-            "What keeps that from being higher: fixed (it was given), start, ceiling, link, limit "
-            "or processor.",
+            "What keeps that from being higher: fixed (it was given), start, ceiling, link or "
+            "processor.",
             "word",
         ),
     ] = "fixed"

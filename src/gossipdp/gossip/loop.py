@@ -73,6 +73,7 @@ class GossipLoop(LinkHandler):
         its_thread: makes the context in which its thread must turn this loop.
         snapshot: the state for other threads to read, replaced whole, at most 50 ms after a turn.
         poisoned: the error that stopped this worker's exchanges, if any; any thread may read it.
+        report: sends a report to the launcher.
     """
 
     def __init__(
@@ -99,7 +100,6 @@ class GossipLoop(LinkHandler):
         self._exchange: Exchange | None = None
         self._progress = 0  # bytes of chunks at the exchange's latest progress
         self._exchange_started_s = 0.0
-        self._held_before_s = 0.0
         self._processor_before = 0.0, 0.0  # as the exchange began: of this thread, of the codec
         self.codec = Codec(wire_format, state, self.transport.allocate)
         # A device's arrays take none of this thread's time, and are launched by Python.
@@ -128,6 +128,7 @@ class GossipLoop(LinkHandler):
         self._publisher = Publisher(protocol, self._links)
         self.snapshot = self._publisher.snapshot(clock())
         self._publish_due_s, self._is_snapshot_old = -math.inf, False
+        self.report: Callable[[Report], object] = send_report
         self._reported: dict[int, tuple[str, int]] = {}
         self._reported_version = -1
         self._report_due_s = -math.inf
@@ -193,14 +194,11 @@ class GossipLoop(LinkHandler):
             return
         self._reported_version = membership.version
         self._report_due_s = now + REPORT_INTERVAL_S
-        live = {
-            member.rank: (member.host, member.port)
-            for member in membership.members()
-            if member.is_live and member.port
-        }
+        members = [each for each in membership.members() if each.is_live and each.port]
+        live = {each.rank: (each.host, each.port) for each in members}
         if live != self._reported:
             self._reported = live
-            send_report(Report(addresses=live))
+            self.report(Report(addresses=live))
 
     def hold(self) -> None:
         """Neither exchange nor give a state until :meth:`release`; abort a running exchange."""
@@ -301,6 +299,7 @@ class GossipLoop(LinkHandler):
 
     def link_up(self, link: Link) -> None:
         self._links[link.peer] = link
+        self._dialer.linked(link.peer, self.clock())
         self.perform(self.protocol.link_up(link.peer, self.clock()))
         for data in self._outbox.pop(link.peer, ()):
             link.send_control(data)
@@ -455,7 +454,6 @@ class GossipLoop(LinkHandler):
             moments=begin.moments,
         )
         self._progress = self._exchange.bytes_moved
-        self._held_before_s = self.transport.held_s
         if self.protocol.exchange_rate is not None:
             self._processor_before = time.thread_time(), self.codec.busy_s
 
@@ -491,8 +489,7 @@ class GossipLoop(LinkHandler):
             self.protocol.exchange_rate.took_processor(
                 time.thread_time() - before_s, self.codec.busy_s - arrays_before_s
             )
-        held_s = self.transport.held_s - self._held_before_s
-        self.perform(self.protocol.finished(exchange.id, now, held_s))
+        self.perform(self.protocol.finished(exchange.id, now))
 
     def _stop(self, peer: int, reason: str) -> None:
         exchange = self._exchange

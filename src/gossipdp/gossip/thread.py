@@ -195,7 +195,8 @@ class GossipThread:
         protocol = self._loop.protocol
         while self._steps:
             samples, ended_s = self._steps.popleft()
-            self._loop.perform(protocol.step(samples, ended_s))
+            # What it sends leaves now, however long ago the step ended: waits count from now.
+            self._loop.perform(protocol.step(samples, self._loop.clock(), ended_s))
         while self._calls:
             function, future = self._calls.popleft()
             try:

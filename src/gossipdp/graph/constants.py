@@ -227,21 +227,14 @@ class LiveGraph:
             return self.original
         return self._constants_of(ranks)
 
-    def graph(self, live: Collection[int]) -> Graph:
-        """Return the edges alone, without the cost of the constants.
-
-        Raises:
-            ValueError: no worker lives.
-        """
-        ranks, originals = set(live), set(self.original.workers)
+    def _work_out(self, ranks: frozenset[int]) -> Constants:
+        originals = frozenset(self.original.workers)
         if not ranks:
             raise ValueError("a graph of no live workers: keep at least one")
         survivors = without(self._graph, originals - ranks) if ranks & originals else Graph()
-        return attach(survivors, ranks - originals)
-
-    def _work_out(self, ranks: frozenset[int]) -> Constants:
+        graph = attach(survivors, ranks - originals)
         # One worker has no edges, so any rate will do.
-        return Constants.of(self.graph(ranks), self.comm_rate or 1.0)
+        return Constants.of(graph, self.comm_rate or 1.0)
 
 
 @lru_cache(maxsize=8)

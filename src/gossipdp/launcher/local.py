@@ -78,7 +78,7 @@ def launch(
 
     Args:
         function: called in every worker; it, ``args`` and what it returns must be picklable by
-            cloudpickle.
+            cloudpickle. After ``sys.exit()`` in it the result is None.
         world_size: how many processes.
         environment: variables set in the workers besides the caller's own.
         timeout_s: seconds after which all workers are ended; None for no limit.
@@ -269,8 +269,12 @@ def work(
         code = 128 + signal.SIGINT
         answer = b""
     except BaseException as error:
-        sys.last_value = error  # as Python sets it, for what runs at exit
-        answer = cloudpickle.dumps((_ending_of(error), None))
+        ending = _ending_of(error)
+        if ending.reason:
+            sys.last_value = error  # as Python sets it, for what runs at exit
+        else:
+            code = 0  # sys.exit(), as of a worker that came to join when the run was ending
+        answer = cloudpickle.dumps((ending, None))
     finally:
         atexit._run_exitfuncs()
     with writer, open(writer.fileno(), "wb", closefd=False) as pipe:
@@ -282,8 +286,8 @@ def _ending_of(error: BaseException) -> Ending:
     if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
         error.__traceback__ = error.__traceback__.tb_next  # without the line in work()
     if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else 1
-        return Ending(f"ended with exit code {code}", str(error))
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        return Ending(f"ended with exit code {code}" if code else "", str(error))
     return Ending(f"raised {type(error).__name__}", "".join(traceback.format_exception(error)))
 
 

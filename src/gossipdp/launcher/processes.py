@@ -55,6 +55,10 @@ class WorkerProcess(abc.ABC):
     def close(self) -> None:
         """Let go of a process that has ended; a second call does nothing."""
         self.reports.close()
+        # Process 1 of a container inherits what it left behind, and alone can reap that.
+        with suppress(ChildProcessError):
+            while os.waitpid(-self.pid, os.WNOHANG)[0]:
+                pass
 
     def send(self, number: int) -> None:
         """Send the process a signal; valid until :meth:`poll` has returned its ending."""

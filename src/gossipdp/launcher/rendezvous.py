@@ -77,6 +77,7 @@ class Settings(msgspec.Struct, frozen=True):
     wire_format: str
     start: str = "afresh"
     base: str = ""
+    budget_samples: int | None = None
 
     @property
     def model(self) -> str:
@@ -256,10 +257,14 @@ class Rendezvous:
         states = {arrival.random_state for arrival in arrivals.values()}
         common = random_state if len(states) == 1 else ""
         meeting = RendezvousResult(addresses, common, reference.run_id, secret or made)
-        if self._number == 0:  # a worker that comes back joins the run of the first model
-            known = meeting.secret.decode() or None
-            send_report(Report(addresses=addresses, run_id=meeting.run_id, secret=known))
+        known = meeting.secret.decode() or None
+        self.report(Report(addresses=addresses, run_id=meeting.run_id, secret=known))
         return meeting
+
+    def report(self, report: Report) -> None:
+        """Report to the launcher, unless this is not the first model: a worker joins that alone."""
+        if self._number == 0:
+            send_report(report)
 
     def mark_ready(self, rank: int | None = None) -> None:
         """Report to the launcher that this worker begins.
@@ -281,8 +286,7 @@ class Rendezvous:
 
     def mark_consolidated(self) -> None:
         """Report to the launcher that the run is complete, and needs no other worker any more."""
-        if self._number == 0:  # the one model that a restarted worker joins
-            send_report(Report(consolidated=True))
+        self.report(Report(consolidated=True))
 
     def _end_store_soon(self) -> None:
         """End the store that this worker hosts, once all train: then it is not needed."""
@@ -356,7 +360,7 @@ class Rendezvous:
 
     def _facts(self, settings: Settings, secret: bytes | None, run_id: str) -> dict[str, str]:
         shown = f"gossipdp rendezvous {run_id}".encode()
-        named = ("method", "graph", "comm_rate", "wire_format")
+        named = ("method", "graph", "comm_rate", "wire_format", "budget_samples")
         return {
             "WORLD_SIZE": str(self._environment.world_size),
             "TLS": "not used" if self._environment.tls is None else "used",

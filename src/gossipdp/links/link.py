@@ -35,6 +35,9 @@ LONGEST_RETRY_S = 10.0
 # was killed, its address refuses the dial.
 GRACE_S = 1.0
 GRACE_AFTER_LOSS_S = 0.2
+# The least time from one link to the dial for the next. If some message ends every link to a peer,
+# the two would otherwise dial each other without a pause.
+BETWEEN_LINKS_S = 0.25
 # Chunks leave in portions: smaller ones would wake the gossip thread, and the peer's, too often. A
 # portion is 10 ms' worth or 32 KiB, whichever is more, but no more than a quarter of a second's.
 PORTION_S, LONGEST_PORTION_S = 0.01, 0.25
@@ -183,13 +186,7 @@ class LinkHandler(abc.ABC):
 
 
 class Transport(abc.ABC):
-    """A maker of links that drives one :class:`LinkHandler`; for one thread, except ``wake``.
-
-    Attributes:
-        held_s: seconds, so far, for which its limit on sent bytes held some back.
-    """
-
-    held_s = 0.0
+    """A maker of links that drives one :class:`LinkHandler`; for one thread, except ``wake``."""
 
     @abc.abstractmethod
     def allocate(self, num_bytes: int) -> memoryview:
@@ -235,6 +232,7 @@ class Transport(abc.ABC):
 class _Wish:
     due_s: float  # infinite while a dial is under way
     retry_s: float = FIRST_RETRY_S
+    not_before_s: float = -math.inf  # by its last link
 
 
 class Dialer:
@@ -257,11 +255,18 @@ class Dialer:
             grace_s = 0.0 if at_once or self._rank < peer else GRACE_S
             wish = self._wishes.setdefault(peer, _Wish(now_s + grace_s))
             if at_once and wish.due_s < math.inf:
-                wish.due_s = min(wish.due_s, now_s)
+                wish.due_s = min(wish.due_s, max(now_s, wish.not_before_s))
+
+    def linked(self, peer: int, now_s: float) -> None:
+        if peer in self._wishes:
+            self._wishes[peer].not_before_s = now_s + BETWEEN_LINKS_S
 
     def unlinked(self, peer: int, now_s: float) -> None:
-        if peer in self._wishes:
-            self._wishes[peer] = _Wish(now_s + (0.0 if self._rank < peer else GRACE_AFTER_LOSS_S))
+        wish = self._wishes.get(peer)
+        if wish is not None:
+            grace_s = 0.0 if self._rank < peer else GRACE_AFTER_LOSS_S
+            due_s = max(now_s, wish.not_before_s) + grace_s
+            self._wishes[peer] = _Wish(due_s, not_before_s=wish.not_before_s)
 
     def failed(self, peer: int, now_s: float) -> None:
         wish = self._wishes.get(peer)
@@ -299,7 +304,6 @@ class SendLimit:
 
     Attributes:
         held: links whose chunk waits for a portion; who has waited longest comes first.
-        held_s: seconds, so far, for which there was one.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -308,8 +312,6 @@ class SendLimit:
         self._saved = MOST_SAVED * self._portion
         self._at_s = -math.inf
         self.held: dict[Any, None] = {}
-        self.held_s = 0.0
-        self._looked_s = math.nan
 
     def take(self, most: int, now_s: float) -> int:
         """Take up to ``most`` bytes and return their number; 0 if less than a portion is there."""
@@ -325,9 +327,6 @@ class SendLimit:
 
     def next_held(self, now_s: float) -> Any | None:
         """Return, and hold no longer, the link that has waited longest, if a portion is there."""
-        if self.held:
-            self.held_s += now_s - self._looked_s
-        self._looked_s = now_s
         if not self.held or self.opens_at(now_s) > now_s:
             return None
         link = next(iter(self.held))

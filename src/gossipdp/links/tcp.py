@@ -437,10 +437,8 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
 
     def _write(self, acknowledge: bool) -> bool:
         """Write on every link that has output and room; return True if there was one."""
-        if self.limit is not None:
-            if (link := self.limit.next_held(self.clock())) is not None:
-                self.to_write[link] = None
-            self.held_s = self.limit.held_s
+        if self.limit is not None and (link := self.limit.next_held(self.clock())) is not None:
+            self.to_write[link] = None
         had_output = any(link.has_output for link in self.to_write)
         for link in list(self.to_write):
             # Remove it only afterwards: if the handler raises, the rest is written next time.

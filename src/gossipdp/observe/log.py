@@ -20,6 +20,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
@@ -171,6 +172,14 @@ def _check_first(path: Path, start: Record) -> StartRecord:
             f"reads format {FORMAT} only: read it with the version that wrote it, or run again"
         )
     return start
+
+
+def is_of_run(path: Path, run_id: str) -> bool:
+    """Return whether a log was begun in this run, or has no whole line yet."""
+    with suppress(OSError, ValueError), path.open("rb") as file:
+        line = file.readline()
+        return not line.endswith(b"\n") or decode(line, StartRecord).run_id == run_id
+    return False
 
 
 class _Before(NamedTuple):

@@ -390,12 +390,13 @@ def _find(
         raise DamagedFileError(f"no checkpoint in {source} is whole")
     facts, tensors, training = good
     step, is_own = facts.step, is_same_number and base == rank
+    used = [facts]
     if not is_own:
         goods = (
             good if each == base else _newest_good(source, each, by_rank[each], layout)
             for each in ranks
         )
-        tensors = _mean_of_z(tensors, averaged, (each[1] for each in goods if each))
+        tensors, used = _mean_of_z(tensors, averaged, (each for each in goods if each))
         # The files that it will write must be the newest.
         step = int(min(newest_step, max(each.step for each in newest.values())))
     logger.info("worker %d resumes from worker %d's step %d in %s", rank, base, facts.step, source)
@@ -405,7 +406,7 @@ def _find(
         start=f"from {'' if is_same_number else 'the mean of '}checkpoints of {first.world_size} "
         "workers",
         counts=Counts(step, facts.steps, facts.samples) if base == rank else Counts(step),
-        progress=_progress(newest | {base: facts}, ranks),
+        progress=_progress(newest | {each.rank: each for each in used}, ranks),
         tensors=tensors,
         training=training,
         is_own=is_own,
@@ -495,21 +496,27 @@ def _newest_good(
 
 @torch.no_grad()
 def _mean_of_z(
-    base: Mapping[str, Tensor], averaged: Collection[str], files: Iterable[Mapping[str, Tensor]]
-) -> dict[str, Tensor]:
-    """Average z = x + c/2 over files, one at a time; take what is not averaged from the base."""
+    base: Mapping[str, Tensor],
+    averaged: Collection[str],
+    files: Iterable[tuple[Facts, Mapping[str, Tensor], Any]],
+) -> tuple[dict[str, Tensor], list[Facts]]:
+    """Average z = x + c/2 over files, one at a time; take what is not averaged from the base.
+
+    Return with it the facts of all that are in it.
+    """
     kept = {name: tensor for name, tensor in base.items() if name.startswith("model/")}
     sums = {
         name: torch.zeros_like(tensor, dtype=torch.float64)
         for name, tensor in kept.items()
         if name.removeprefix("model/") in averaged
     }
-    count = 0
-    for tensors in files:
-        count += 1
+    used = []
+    for facts, tensors, _ in files:
+        used.append(facts)
         for name, total in sums.items():
             for kind, share in (("model", 1.0), ("c", 0.5)):
                 part = tensors.get(name.replace("model", kind, 1))
                 if part is not None:
                     total.add_(part, alpha=share)
-    return kept | {name: (total / count).to(kept[name].dtype) for name, total in sums.items()}
+    mean = {name: (total / len(used)).to(kept[name].dtype) for name, total in sums.items()}
+    return kept | mean, used

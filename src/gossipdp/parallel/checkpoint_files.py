@@ -328,6 +328,7 @@ def write_average(path: str | os.PathLike[str], state: dict[str, Any], average: 
         OSError: of the file system.
     """
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     other = _average_of(path)
     if (
         other is not None

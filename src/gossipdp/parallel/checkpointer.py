@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 from torch import Tensor
 
-from gossipdp.errors import PoisonedError
+from gossipdp.errors import PoisonedError, SupersededError
 from gossipdp.parallel import training_state
 from gossipdp.parallel.checkpoint import encode, file_path, saved_by
 from gossipdp.parallel.checkpoint_files import in_use, remove_unfinished, write_tensors
@@ -243,7 +243,8 @@ class Checkpointer:
         self.is_due = False
         try:
             write = self._draft(states)
-        except (PoisonedError, ValueError) as error:  # poison, or a state that cannot be saved
+        # Poison, a state that cannot be saved, a rank that was taken: the next step takes another.
+        except (PoisonedError, SupersededError, ValueError) as error:
             self._num_failed += 1
             logger.error("%s", error)
             return

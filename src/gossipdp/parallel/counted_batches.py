@@ -97,7 +97,7 @@ class CountedBatches:
             if self._may_repeat and any(each() is path[-1] for each in self._forwarded):
                 return
             self._forwarded.append(weakref.ref(path[-1]))
-        self._counted += _batch_size(batch, self._batch_dim) or 1
+        self._counted += _batch_size(batch, self._batch_dim) or 0
 
     def counting_once(self, closure: Callable[..., Any]) -> Callable[..., Any]:
         """Return the closure for a step; only its first call counts samples.
@@ -285,12 +285,12 @@ def _batch_size(batch: Any, batch_dim: int, usual: int | None = None) -> int | N
         return int(holders[-1].batch_sizes[0])
     if first is None or first.dim() <= batch_dim:
         return None
-    size: int = first.shape[batch_dim]
+    size: int = first.size(batch_dim)  # a nested tensor has no shape
     are_images = batch_dim == 0 and first.dim() == 3 and size <= 4  # channels
     for holder in reversed(holders) if size != usual else ():
         samples = [_path(each)[-1:] for each in holder] if isinstance(holder, (list, tuple)) else []
         if all(samples) and len({(each.dim(), each.dtype) for (each,) in samples}) == 1:
-            differ = len({each.shape[batch_dim] for (each,) in samples}) > 1
+            differ = len({each.size(batch_dim) for (each,) in samples}) > 1
             is_pair = holder is batch and len(holder) <= 2 and not isinstance(holder[0], Mapping)
             if (are_images or differ) + (not is_pair) + (len(samples) == usual) >= 2:
                 return len(samples)

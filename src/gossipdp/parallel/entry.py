@@ -132,6 +132,7 @@ class Entry:
             comm_rate=shown_rate(options.asked_comm_rate),
             wire_format=options.wire_format,
             start="afresh" if resumption is None else resumption.start,
+            budget_samples=options.budget_samples,
         )
         self._rendezvous = Rendezvous.open(self._environment, network.start_timeout_s)
 
@@ -299,6 +300,7 @@ class Entry:
         self._thread, self._has_thread = GossipThread(self._loop), True
         self.between_steps.attach(self._state.device.mark(), self._loop.transport.wake)
         self._loop.transfers.offer = self.between_steps.offer
+        self._loop.report = self._rendezvous.report
         self._state.device.finish()
         self._thread.start()
 
@@ -414,6 +416,14 @@ class Entry:
         self.before = Counts(max([steps, *saved]), steps, samples)
         self._call(self._loop.release)
         logger.info("worker %d joined the run, in its life %d", rank, 1 + self._restarts)
+
+    def in_run(self, function: Callable[[], Result]) -> Result:
+        """Call ``function``, again whenever this joiner had to take another rank meanwhile."""
+        while True:
+            try:
+                return function()
+            except SupersededError as error:
+                self.come_again(error)
 
     def come_again(self, superseded: SupersededError) -> None:
         """Take another rank: two workers that joined at the same time had been given the same one.

@@ -128,6 +128,9 @@ class FlatParameters:
             for view in views
             if view.is_parameter and view.role is not Role.TRAINED and not view.held.requires_grad
         ]
+        # The places of buffers, also if forward() assigns others there.
+        self._known = {(id(owner), key) for view in views for owner, key in view.owners}
+        self._watches_buffers = True
         self._num_checks = 0
         self._watched = self._base
         self._seen: list[Tensor] = []
@@ -247,8 +250,11 @@ class FlatParameters:
         if optimizer_index:
             return
         self._num_checks += 1
-        if self._watched and self._num_checks in (1, 2, 3, 10, 100, 1000):
+        is_due = self._num_checks in (1, 2, 3, 10, 100, 1000)
+        if self._watched and is_due:
             self._watch_frozen()
+        if self._watches_buffers and (optimizer_index is None or is_due):
+            self._watch_buffers()  # None: before a checkpoint, or an average
 
     @torch.no_grad()
     def _watch_frozen(self) -> None:
@@ -268,6 +274,23 @@ class FlatParameters:
                 self._watched = []
                 return
         self._seen = seen
+
+    def _watch_buffers(self) -> None:
+        """Warn once of a buffer that the module has made, or filled, since wrapping."""
+        for prefix, part in self._module.named_modules():
+            for key in sorted(part._buffers.keys() - part._non_persistent_buffers_set):
+                held = part._buffers[key]
+                if held is None or not held.numel() or (id(part._buffers), key) in self._known:
+                    continue
+                logger.warning(
+                    "buffer %r was made after wrapping: no checkpoint holds it, and workers will "
+                    "not end with the same. Make it before (let the module see a batch, then wrap) "
+                    "or register it with persistent=False",
+                    f"{prefix}.{key}" if prefix else key,
+                    extra=OF_RUN,
+                )
+                self._watches_buffers = False
+                return
 
     def _adopt_replacement(self, view: View, owner: dict[str, Tensor | None], key: str) -> None:
         new = owner.get(key)
@@ -315,7 +338,9 @@ class FlatParameters:
         if changes:
             advice = "Call .to(), .half() and the like before wrapping, or wrap again"
             if view.shape != now.shape:
-                advice = "Register a buffer that grows with persistent=False; parameters may not"
+                advice = "Resize parameters before wrapping; buffers may grow with persistent=False"
+            elif not view.is_parameter:
+                advice += "; if forward() assigns this buffer, register it with persistent=False"
             raise ModelChangedError(
                 f"{view.name!r} has changed {', '.join(changes)} since wrapping. {advice}"
             )
@@ -330,6 +355,7 @@ class FlatParameters:
         self.state.device.finish()  # all that was queued within averaged()
         for segment, flat in zip(self.state.segments, flats, strict=True):
             segment.swap(flat)
+        torch.clear_autocast_cache()  # it knows parameters by their identity, not their values
         reshard(self._module)
 
     def swap_back(self) -> None:

@@ -72,7 +72,8 @@ class GossipDataParallel(nn.Module):
             ``auto``: lattice8 over a network; full over loopback, in memory that both workers share
             and on a GPU. The same on all workers; values held and averaged at the end stay exact.
         budget_samples: samples that all workers together train on; ends :meth:`batches` and
-            scales :meth:`progress`. None: no budget, or that of :meth:`epochs`.
+            scales :meth:`progress`. The same on all workers. None: no budget, or that of
+            :meth:`epochs`.
         seed: of the exchanges' timing and of :attr:`worker_seed`; the same on all workers.
         mesh: for a model that ``fully_shard`` has sharded over one dimension of a device mesh: the
             other one, along which the replicas lie. Without it, or where it has size 1, all
@@ -89,7 +90,7 @@ class GossipDataParallel(nn.Module):
     Raises:
         ValueError: an argument is wrong, or parameters share memory (tied through ``.data``).
         RendezvousError: a worker did not arrive, or a port is in use.
-        RefusedError: model, method, graph, rate, wire format or secret differ from the others', or
+        RefusedError: model, method, graph, rate, format, budget or secret differ from others', or
             a directory cannot be written to, or another run is alive in it.
 
     Example:
@@ -287,7 +288,7 @@ class GossipDataParallel(nn.Module):
                 this worker's sampler takes from it.
             num_epochs: how many.
             samples: of one epoch of all workers together, where the loader's dataset is not the
-                whole or does not know its length.
+                whole, or not as long on all workers, or does not know its length.
 
         Raises:
             ValueError: there is a budget already, or nothing says how long an epoch is.
@@ -358,16 +359,14 @@ class GossipDataParallel(nn.Module):
         without that one too. A worker that is left out ends with an average of its own;
         ``Consolidated.world_size`` is the number of workers in the average.
 
-        Consolidate several models in the same order on all workers. If two workers wait for each
-        other at the ends of different models, both raise after three time-outs, unless
-        ``timeout_s`` is given.
+        Consolidate several models in the same order on all workers: else they wait for each other.
 
         Afterwards parameters and buffers are equal on all workers that were averaged, bit for bit:
-        those that exchanges do not average are the lowest rank's. The wrapper is closed: further
-        steps train this module alone.
+        those that exchanges do not average are the lowest rank's. (One made after wrapping stays as
+        it is, with a warning.) The wrapper is closed: further steps train this module alone.
 
         Raises:
-            RuntimeError: it was called before, or workers wait for each other as above.
+            RuntimeError: it was called before.
         """
         if self._worker.is_closed:
             raise RuntimeError("consolidate() was called before, or the model is closed")
@@ -416,7 +415,8 @@ class GossipDataParallel(nn.Module):
             OSError: it could not be written; earlier checkpoints are still there.
             PoisonedError: parameters hold NaN or infinity.
         """
-        return self._worker.checkpointer.finish_save(self._worker.checkpointer.begin_save())
+        checkpointer = self._worker.checkpointer
+        return checkpointer.finish_save(self._worker.in_run(checkpointer.begin_save))
 
     def also_checkpoint(self, **others: Stateful) -> None:
         """Save these objects' states with the checkpoints: schedulers, a GradScaler.
@@ -436,10 +436,11 @@ class GossipDataParallel(nn.Module):
         A name that ends in ``.pt`` or ``.pth`` gives what ``torch.load(path, weights_only=True)``
         loads; one in ``.safetensors`` what ``safetensors.torch.load_file`` does, with a tied
         parameter under each of its names. With ``base=False`` a large frozen base is left out, and
-        the file holds its adapters alone. The file appears whole or not at all. Before
-        :meth:`consolidate` the other workers go on training, as in :meth:`averaged`; after it, and
-        within :meth:`averaged`, the module holds the average and is saved as it is. With shards all
-        processes of the replica call it, and the first gathers the whole model and writes it.
+        the file holds its adapters alone. The file appears whole or not at all, and its folder is
+        made. Before :meth:`consolidate` the other workers go on training, as in :meth:`averaged`;
+        after it, and within :meth:`averaged`, the module holds the average and is saved as it is.
+        With shards all processes of the replica call it, and the first gathers the whole model and
+        writes it.
 
         The file says of which run it is, of how many workers, and how many samples the run had
         trained on. If others of the run have ended apart and saved there, an average of more

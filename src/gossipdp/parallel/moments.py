@@ -170,8 +170,8 @@ class KeptMoment:
         self._level = level  # of the message that it cannot travel; an error is raised
         self._is_given_up = self._has_warned = False
 
-    def begins(self) -> None:
-        """Add what exchanges have brought, before the optimizer steps.
+    def begins(self, *, wait: bool = False) -> None:
+        """Add what exchanges have brought, before the optimizer steps, or a checkpoint is taken.
 
         Its step, with beta m + (1 - beta) g, then counts its new gradient whole. If it were added
         after the step, k exchanges in the time of a step would leave 1/2^k of that gradient. A
@@ -182,7 +182,7 @@ class KeptMoment:
         if not self._is_given_up and self._has_pending and self._is_in_place():
             self._finish()
             for chunk in self._chunks:
-                chunk.boundary(0.0)
+                chunk.boundary(0.0, wait=wait)
 
     @property
     def _has_pending(self) -> bool:

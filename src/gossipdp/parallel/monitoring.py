@@ -27,7 +27,7 @@ import gossipdp
 from gossipdp.gossip.counters import Counters
 from gossipdp.launcher.environment import Environment
 from gossipdp.links.clock import since_boot_s
-from gossipdp.observe.log import FILE_PATTERN, RunLogWriter, Value, worker_file
+from gossipdp.observe.log import FILE_PATTERN, RunLogWriter, Value, is_of_run, worker_file
 from gossipdp.observe.status import WorkerStatus
 from gossipdp.parallel.checkpoint_files import in_use
 from gossipdp.parallel.entry import Entry
@@ -93,16 +93,13 @@ class Monitoring:
             self.page = server.StatusPort(host, port)
 
     def begin(
-        self,
-        worker: Entry,
-        stats: Callable[[], Stats],
-        budget: Callable[[], int | None],
+        self, worker: Entry, stats: Callable[[], Stats], budget: Callable[[], int | None]
     ) -> None:
         """Show and write from now on. Other threads call ``stats`` and ``budget``.
 
         ``budget`` returns the samples that all workers are to train on, as far as is known.
         """
-        self._stats = stats
+        self._worker, self._stats, self._rank = worker, stats, worker.rank
         if self.page is not None:
             from gossipdp.observe.server import pages_of
 
@@ -127,7 +124,7 @@ class Monitoring:
             )
             return
         self._in_use.enter_context(in_use(Path(directory), worker.run_id))
-        self._writer = _begun_log(Path(directory), worker)
+        self._writer = _begun_log(path, worker)
         _open_logs.add(path)
         self._in_use.callback(_open_logs.discard, path)
         name = f"gossipdp-log-{worker.rank}"
@@ -144,6 +141,11 @@ class Monitoring:
         self._gradient_steps += 1
         if self._gradient_steps == 1:
             self._wake.set()
+
+    def come_again(self) -> None:
+        """Go on in the log of the worker's new rank; that of its former one has its work so far."""
+        self._gradient_steps = self._samples = 0
+        self._rank = self._worker.rank
 
     def log(self, loss: Tensor | float | None, values: Mapping[str, object]) -> None:
         """Log and show a loss and values; see ``GossipDataParallel.log``."""
@@ -201,19 +203,20 @@ class Monitoring:
         """Have all that is new written, and wait a while: a disk that hangs must hold up nobody."""
         self._read_losses()
         if self._writer is not None:
-            last = threading.Thread(target=self._look_last, args=(self._writer,), daemon=True)
+            last = threading.Thread(target=self._look_last, daemon=True)
             try:
                 last.start()
             except RuntimeError:  # at exit, in Python 3.12.0 and 3.12.1; or no thread is left
-                self._look_last(self._writer)
+                self._look_last()
             else:
                 last.join(JOIN_TIMEOUT_S)
 
-    def _look_last(self, writer: RunLogWriter) -> None:
+    def _look_last(self) -> None:
         with self._lock:
-            self._look(writer, finally_=True)
+            assert self._writer is not None
+            self._look(self._writer, finally_=True)
             if self._is_closed:
-                writer.close()
+                self._writer.close()
 
     # By the log's thread.
 
@@ -235,6 +238,11 @@ class Monitoring:
                 logger.warning(text, writer.path, error)
 
     def _write_new(self, writer: RunLogWriter, finally_: bool) -> None:
+        path = worker_file(writer.path.parent, self._rank)
+        if path != writer.path:  # the rank is another now; an error costs lines alone
+            self._writer = _begun_log(path, self._worker)
+            writer.close()
+            writer, self._recorded = self._writer, (0, 0, 0, 0, 0)
         stats = self._stats()
         num_noticed = max((each.number for each in stats.noticed), default=0)
         # Exchanges go on after the last step, in consolidate().
@@ -294,19 +302,19 @@ class Monitoring:
         )
 
 
-def _begun_log(directory: Path, worker: Entry) -> RunLogWriter:
+def _begun_log(path: Path, worker: Entry) -> RunLogWriter:
     """Return the log of this process, with its start record."""
-    rank, num_workers = worker.rank, worker.world_size
     # A worker that came into a run that goes on, perhaps not for the first time, goes on with the
     # log of its earlier process in the same run; one that resumes, whatever its run.
     joins, resumes = worker.replica.environment.is_joining, worker.resumption is not None
-    path = worker_file(directory, rank)
     writer = RunLogWriter(path, run_id=worker.run_id, goes_on=joins, resumes=resumes)
     if not (joins or resumes):  # the logs of an earlier run's workers that this one lacks
-        kept = {worker_file(directory, each) for each in range(num_workers)}
-        for other in set(directory.glob(FILE_PATTERN)) - kept:
-            other.unlink(missing_ok=True)
-    writer.start(rank=rank, num_workers=num_workers, configuration=describe(worker))
+        kept = {worker_file(path.parent, each) for each in range(worker.world_size)}
+        for other in set(path.parent.glob(FILE_PATTERN)) - kept:
+            if not is_of_run(other, worker.run_id):  # a joiner's, which began before this one
+                other.unlink(missing_ok=True)
+    configuration = describe(worker)
+    writer.start(rank=worker.rank, num_workers=worker.world_size, configuration=configuration)
     return writer
 
 

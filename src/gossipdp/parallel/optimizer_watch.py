@@ -19,8 +19,6 @@ TOLERANCE = 0.01
 MOST_SCALE = 2.0  # of a moment to its gradient
 # Two optimizers may hold each other.
 MAX_DEPTH = 6
-# Their steps never read the copy, so training is sound; it stays each worker's own.
-ONLY_WRITES_ITS_COPY = (torch.optim.ASGD,)
 # They compare the gradients of two steps and take the difference for the work of their own step.
 COMPARES_GRADIENTS = (torch.optim.LBFGS,)
 
@@ -162,21 +160,9 @@ class OptimizerWatch:
                 yield from ((str(key), owner, tensor) for tensor in _tensors(value))
 
     def _refuse_copy(self, key: str, name: str) -> None:
-        who = type(self._optimizer).__name__
-        if isinstance(self._optimizer, ONLY_WRITES_ITS_COPY):
-            logger.warning(
-                "the %s keeps an average of the parameters (%r of %r), which exchanges and "
-                "consolidate() leave as it is: read the parameters, and not %r, which is this "
-                "worker's own",
-                who,
-                key,
-                name,
-                key,
-                extra=OF_RUN,
-            )
-            return
         raise ValueError(
-            f"the {who} keeps its own copy of the weights: {key!r} of parameter {name!r}. "
+            f"the {type(self._optimizer).__name__} keeps its own copy of the weights: {key!r} of "
+            f"parameter {name!r}. "
             "Exchanges and consolidate() move the parameter alone, and the copy would undo that "
             f"here. Let exchanges average the copy too, exchange=Exchange(moments={{{key!r}: 1}}); "
             "or use an optimizer that keeps none. In place of float32 master weights train float32 "

@@ -15,7 +15,6 @@ from gossipdp.protocol.worker import WorkerProtocol
 logger = logging.getLogger("gossipdp")
 
 TURN_WHILE_WAITING_S = 0.002
-USUAL_COMM_RATE = 8.0  # a higher one gets a warning
 # The most unserved demands of this worker's own under pace="strict".
 MAX_LAG = 2
 # A low share of served demands gets a warning after this many steps of a worker: links are up then.
@@ -38,17 +37,8 @@ class Pace:
         self._options = options
         self.waited_s = 0.0
         self._first_link_due_s: float | None = None
-        rate = options.fixed_comm_rate
-        self._is_warning_due = rate is not None
+        self._is_warning_due = options.fixed_comm_rate is not None
         self._began_s = time.monotonic()
-        if rate is not None and rate > USUAL_COMM_RATE:
-            logger.warning(
-                "comm_rate=%g asks for %g exchanges in every gradient step. 1 is usual, and more "
-                "than a few seldom help. For one exchange in 100 steps give 0.01",
-                rate,
-                rate,
-                extra=OF_RUN,
-            )
 
     def wait(
         self, protocol: WorkerProtocol, thread: GossipThread, take: Callable[[], object]

@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ FOLLOW_PROGRESS = weakref.WeakKeyDictionary()
 """The optimizers that have had a :class:`ProgressLR`, each with its last one."""
 
 
-@runtime_checkable
 class HasProgress(Protocol):
     """A model, or a framework's adapter, that knows how far the run is."""
 
@@ -33,12 +32,13 @@ class ProgressLR(LRScheduler):
     .. math:: lr(p) = lr_0 \cdot w(p) \cdot shape(p)
 
     with :math:`p` → ``model.progress()`` in 0..1 and :math:`lr_0` the rate that the optimizer has
-    when the schedule is made. :math:`w` rises linearly from ``start`` to 1 while p goes from 0 to
-    ``warmup``. A schedule of torch's counts steps, so under gossip it would run out early on a fast
-    worker and late on a slow one; with this one all workers follow the same curve.
+    when its first schedule is made. :math:`w` rises linearly from ``start`` to 1 while p goes from
+    0 to ``warmup``. A schedule of torch's counts steps, so under gossip it would run out early on a
+    fast worker and late on a slow one; with this one all workers follow the same curve.
 
     Args:
-        optimizer: its present rates are the highest that the schedule sets.
+        optimizer: its rates are the highest that the schedule sets: the present ones, or after an
+            earlier schedule, of any kind, those before that: ``initial_lr`` in its groups.
         model: of :class:`~gossipdp.GossipDataParallel` with ``budget_samples`` or within
             ``epochs()``; or anything else with ``progress()``; or a function that returns it.
         shape: after the warm-up: ``"constant"``; ``"linear"`` or ``"cosine"``, which fall from 1 to
@@ -84,7 +84,8 @@ class ProgressLR(LRScheduler):
         start: float | None = None,
         end: float | None = None,
     ) -> None:
-        self._progress = model.progress if isinstance(model, HasProgress) else model
+        # Not isinstance(): from Python 3.12 on it does not see that of torch.compile(model).
+        self._progress = cast(Callable[[], float], getattr(model, "progress", model))
         self._shape = shape
         is_cycle = shape == "one_cycle"
         self._warmup = _share("warmup", warmup, ONE_CYCLE_WARMUP if is_cycle else 0.0)

@@ -218,10 +218,10 @@ def _role(view: View, owner: nn.Module, exchange: Exchange) -> Role:
         is_optimized = view.optimizer_index is not None
         if not (exchange.frozen or (view.held.requires_grad and is_optimized)):
             return Role.FROZEN
-        if not view.held.is_floating_point():
+        if not has_average:
             raise ValueError(
-                f"parameter {name!r} is {dtype}; gossip averages floating-point parameters "
-                "(hold a complex parameter as its real view)"
+                f"parameter {name!r} is {dtype}, which has no average: hold a complex one as its "
+                "real view; leave any other frozen, without Exchange(frozen=True)"
             )
         return Role.TRAINED
     if exchange.buffers is None:

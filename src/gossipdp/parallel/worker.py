@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import math
 import os
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from gossipdp.dynamics.chunks import Chunk, Role
 from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import PoisonedError, SupersededError
-from gossipdp.gossip.sums import Outcome
+from gossipdp.gossip.sums import Average, Outcome
 from gossipdp.launcher.environment import Environment, check_platform
 from gossipdp.launcher.reports import REPORT_VARIABLE, Report, send_report
 from gossipdp.links.clock import since_boot_s
@@ -51,17 +52,11 @@ from gossipdp.parallel.stats import (
 from gossipdp.parallel.termination import TERMINATION
 from gossipdp.parallel.views import views_of
 from gossipdp.protocol.members import Status
-from gossipdp.protocol.participants import Crossing
 
 logger = logging.getLogger("gossipdp")
 
 WAIT_LINE_EVERY_S = 10.0
 LOOK_AT_THREAD_EVERY_S = 0.05
-# Two workers that wait for each other at the ends of two models give up after this.
-CROSSED_FOR_TIMEOUTS = 3
-
-_workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
-"""The workers of this process that have not left their run."""
 
 
 class Worker(Entry):
@@ -142,7 +137,6 @@ class Worker(Entry):
             self.start()
             reshard(module)
             self._agreed = replica.agree(self._own_view())
-            _workers.add(self)
             own = weakref.ref(self)
             speak_for_run(lambda: (worker := own()) is None or worker.is_lead)
             position = DataPosition()
@@ -213,10 +207,7 @@ class Worker(Entry):
             self._unchecked.discard(optimizer_index)
             if self._saves or self.world_size > 1:
                 training_state.check_state(self.optimizers[optimizer_index], is_saved=self._saves)
-        try:
-            self._thread.check()
-        except SupersededError as error:
-            self.come_again(error)
+        self.in_run(lambda: self._thread.check())  # noqa: PLW0108 (a new thread the second time)
         # With shards all processes raise once all know it: none waits for one in a collective.
         self._raise_poison(self.known().is_poisoned, self._loop.poisoned)
         if self._is_averaged:
@@ -247,6 +238,11 @@ class Worker(Entry):
         if self.world_size > 1 and self._gradient_steps == 2:
             warn_of_step_counters(self.optimizers)
         self.batches.check_counted(self._gradient_steps)
+
+    def come_again(self, superseded: SupersededError) -> None:
+        """Take another rank, and write the log of that one."""
+        super().come_again(superseded)
+        self.monitoring.come_again()
 
     def _keep_pace(self) -> None:
         self._pace.wait(
@@ -339,8 +335,8 @@ class Worker(Entry):
         )
         if poison is not None:
             raise poison
-        for chunk in self._state.moment_chunks:  # into the optimizers' state, which is saved next
-            chunk.boundary(0.0, wait=True)
+        for moment in itertools.chain(*self._moments):  # into the state that is saved next
+            moment.begins(wait=True)
         # Every chunk at one phase, which is therefore 0 after a resume.
         self._state.flow(self._theta())
         return self._flat.tensors()
@@ -369,11 +365,7 @@ class Worker(Entry):
             yield
             return
         self._refuse_poison("they are not averaged with the others'")
-        asked = self._call(self._loop.sums.ask)
-        while not asked.done():
-            wait([asked], LOOK_AT_THREAD_EVERY_S)
-            self._thread.check()
-        found = asked.result()
+        found = self.in_run(self._ask_for_average)
         if found.without:
             reasons = "; ".join(f"worker {rank} ({why})" for rank, why in found.without.items())
             logger.warning("worker %d averages without %s", self.rank, reasons)
@@ -384,6 +376,13 @@ class Worker(Entry):
             yield
         finally:
             self.end_averaged()
+
+    def _ask_for_average(self) -> Average:
+        asked = self._call(self._loop.sums.ask)
+        while not wait([asked], LOOK_AT_THREAD_EVERY_S).done:
+            self._thread.check()
+        self._thread.check()  # an end of the thread ends the request too
+        return asked.result()
 
     def end_averaged(self) -> None:
         """Let the module hold this worker's own values again; if it does, do nothing."""
@@ -399,11 +398,7 @@ class Worker(Entry):
             "they are not averaged with the others'. Lower the learning rate or clip gradients",
             is_end=True,
         )
-        try:
-            outcome = self._wait_for_average(timeout_s)
-        except SupersededError as error:
-            self.come_again(error)
-            outcome = self._wait_for_average(timeout_s)
+        outcome = self.in_run(lambda: self._wait_for_average(timeout_s))
         self.lead = self.replica.first_says(outcome.lead)
         self._rendezvous.mark_consolidated()
         averaged = self._state.all_chunks
@@ -431,11 +426,8 @@ class Worker(Entry):
         self._state.device.finish()
         self._call(lambda: self._loop.consolidate(ended.set_result, timeout_s))
         line_due_s = time.monotonic() + WAIT_LINE_EVERY_S
-        crossing = Crossing(CROSSED_FOR_TIMEOUTS * self.options.network.timeout_s)
         while True:
             wait([ended], LOOK_AT_THREAD_EVERY_S)
-            if math.isinf(timeout_s):  # else the end comes anyhow
-                self._refuse_crossing(crossing)
             if ended.done():
                 return ended.result()
             self._thread.check()
@@ -449,23 +441,6 @@ class Worker(Entry):
                     "worker %d waits in consolidate(): %s", self.rank, waits_for, extra=OF_RUN
                 )
 
-    def _refuse_crossing(self, crossing: Crossing) -> None:
-        """Raise if peers wait for this worker at the end of another model while it waits here."""
-        # Ask the others first: whatever a peer did here before that is known by then.
-        elsewhere = [each._peers() for each in list(_workers) if not each.is_consolidating]
-        peers = crossing.look(self._peers(), elsewhere, time.monotonic())
-        if peers:
-            raise RuntimeError(
-                f"worker {self.rank} waits in consolidate() of its "
-                f"{type(self.module).__name__} for worker {', '.join(map(str, peers))}, "
-                "which waits for this one in consolidate() of another model: neither would ever "
-                "end. Consolidate the models in the same order on all workers"
-            )
-
-    def _peers(self) -> dict[int, Status]:
-        members = self._loop.snapshot.members
-        return {member.rank: member.status for member in members if member.rank != self.rank}
-
     # The way out.
 
     def leave(self) -> None:
@@ -473,7 +448,6 @@ class Worker(Entry):
         if self.is_closed:
             return
         self.is_closed = True
-        _workers.discard(self)
         try:
             super().leave()
             if self._has_thread:

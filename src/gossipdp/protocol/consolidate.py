@@ -152,7 +152,8 @@ class Consolidation:
     Attributes:
         participants: who is to be averaged, and for whom all wait.
         has_begun: whether this worker has been in an epoch.
-        waits_for_all: whether to average nothing before all live workers are done.
+        waits_for_all: whether to average nothing before all live workers are done. It ends for all
+            members with the leader's wait: one that waited longer would be left out.
     """
 
     def __init__(
@@ -362,10 +363,12 @@ class Consolidation:
         self._actions.append(Send(peer, message))
 
     def _lead(self) -> None:
-        if self._held is None and self.waits_for_all and self.participants.missing():
-            return  # a mean is computed over all; a result at hand waits for none
         members, attempt = self.participants.done(), self._attempt
         lowest = members[0]
+        offer = self._offered.get(lowest)
+        self.waits_for_all &= offer is None or offer.waits_for_all
+        if self._held is None and self.waits_for_all and self.participants.missing():
+            return  # a mean is computed over all; a result at hand waits for none
         if lowest[0] == self.rank:
             if (
                 attempt is None
@@ -408,6 +411,7 @@ class Consolidation:
                 LeftOut(process, reason)
                 for process, reason in sorted(self.participants.left_out.items())
             ),
+            waits_for_all=self.waits_for_all,
         )
         self._join(begin, source)
 

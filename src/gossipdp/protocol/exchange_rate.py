@@ -32,7 +32,7 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Literal, TypeAlias, final
 
-Bound: TypeAlias = Literal["start", "ceiling", "link", "limit", "processor"]
+Bound: TypeAlias = Literal["start", "ceiling", "link", "processor"]
 """The limit that keeps the rate from being higher."""
 
 CEILING = 4.0
@@ -54,7 +54,6 @@ BURST = 4.0
 def affordable_rate(
     step_s: float,
     exchange_s: float,
-    held_s: float = 0.0,
     processor: Iterable[tuple[float, float]] = (),
     most_taken: float = TAKEN_SHARE_BELOW_ONE,
 ) -> tuple[float, Bound]:
@@ -62,14 +61,11 @@ def affordable_rate(
 
     Args:
         step_s, exchange_s: t and d.
-        held_s: the part of d for which the worker's own limit held its bytes back.
         processor: (seconds of an exchange, idle share) pairs: p / l with c, q / l with i.
         most_taken: m.
     """
-    allowed: dict[Bound, float] = {"ceiling": CEILING}
-    # The limit is the bound, not the link, if without it d would be shorter by more than a quarter.
-    is_limited = exchange_s > HYSTERESIS * (exchange_s - held_s)
-    allowed["limit" if is_limited else "link"] = LINK_SHARE * step_s / max(exchange_s, 1e-9)
+    link_rate = LINK_SHARE * step_s / max(exchange_s, 1e-9)
+    allowed: dict[Bound, float] = {"ceiling": CEILING, "link": link_rate}
     for used_s, idle in processor:
         share = max((1.0 - idle) * used_s, 1e-9) / step_s
         most = max(TAKEN_SHARE / share, min(1.0, most_taken / share))
@@ -89,16 +85,15 @@ class ExchangeRate:
         self._most_taken = most_taken
         self.rate = START_RATE
         self.bound: Bound = "start"
-        self._duration_s, self._held_s = _last(), _last()
+        self._duration_s = _last()
         self._processor_s, self._python_s = _last(), _last()
         self._idle_core, self._idle_thread, self._ran = _last(), _last(), _last()
         self._tokens, self._tokens_at = BURST, -math.inf
         self._step_s: float | None = None
 
-    def exchanged(self, duration_s: float, held_s: float = 0.0) -> None:
-        """Count an exchange that ended well; ``held_s`` as in :func:`affordable_rate`."""
+    def exchanged(self, duration_s: float) -> None:
+        """Count an exchange that ended well."""
         self._duration_s.append(duration_s)
-        self._held_s.append(held_s)
 
     def took_processor(self, processor_s: float, arrays_s: float) -> None:
         """Note the processor time that the gossip thread took from an exchange's begin to its end.
@@ -133,7 +128,7 @@ class ExchangeRate:
                 (median(self._python_s) / ran, median(self._idle_thread)),
             ]
         allowed, bound = affordable_rate(
-            step_s, median(self._duration_s), median(self._held_s), processor, self._most_taken
+            step_s, median(self._duration_s), processor, self._most_taken
         )
         is_near = self.rate / HYSTERESIS <= allowed <= self.rate * HYSTERESIS
         if self.bound != "start" and is_near and (allowed < CEILING or self.rate == CEILING):
@@ -152,6 +147,10 @@ class ExchangeRate:
         """
         self._earn(now)
         self._tokens = max(0.0, self._tokens - 1.0)
+
+    def withdrawn(self) -> None:
+        """Give back the cost of an exchange that was withdrawn before its first chunk."""
+        self._tokens = min(BURST, self._tokens + 1.0)
 
     def opens_at(self, now: float) -> float:
         """Return when the worker can afford another exchange: now, or later.

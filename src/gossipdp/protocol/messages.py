@@ -288,7 +288,8 @@ class BeginEpoch(_Message, frozen=True):
     """Down the tree: join this epoch. Spread ``average``; if it is None, compute one.
 
     ``members`` are in the order of the tree, suspects last. Those in ``left_out`` are done, but
-    gave nothing to earlier epochs: no worker waits for them.
+    gave nothing to earlier epochs: no worker waits for them. Unless ``waits_for_all``, the leader
+    has waited long enough for those that still train, and no member waits longer.
     """
 
     epoch: Epoch
@@ -296,6 +297,7 @@ class BeginEpoch(_Message, frozen=True):
     average: Average | None
     has_suspects: bool = False
     left_out: Annotated[tuple[LeftOut, ...], Meta(max_length=2**15)] = ()
+    waits_for_all: bool = True
 
     def __post_init__(self) -> None:
         ranks = [rank for rank, _ in self.members]

@@ -135,14 +135,10 @@ class Neighbourhood:
         """Return when :meth:`rebuild` has something to do."""
         return self._look_at if self._is_outdated else math.inf
 
-    def rebuild(self, members: Iterable[Member], now: float, *, has_ended: bool) -> Rebuilt | None:
-        """Take the graph over the live workers; return None if it is not worked out yet.
-
-        ``has_ended``: there are no more exchanges. Then neighbours are only to be watched, and the
-        constants are not worth their cost.
-        """
+    def rebuild(self, members: Iterable[Member], now: float) -> Rebuilt | None:
+        """Take the graph over the live workers; return None if it is not worked out yet."""
         wanted = self._wanted
-        place = self._work_out((wanted, has_ended), lambda: self._place(wanted, has_ended))
+        place = self._work_out(wanted, lambda: self._place(wanted))
         if place is None:
             self._look_at = now + LOOK_INTERVAL_S
             return None
@@ -156,12 +152,9 @@ class Neighbourhood:
             dead=frozenset(member.rank for member in members if member.status is Status.DEAD),
         )
 
-    def _place(self, live: frozenset[int], has_ended: bool) -> Place:
+    def _place(self, live: frozenset[int]) -> Place:
         if self.rank not in live:
             return Place({}, 0.0, 0.0, self.place.alpha_tilde)
-        if has_ended:
-            neighbours = sorted(self.graph.graph(live)[self.rank])
-            return self.place._replace(rates=dict.fromkeys(neighbours, 1.0))
         return self._place_in(self.graph.constants(live))
 
     def _place_in(self, constants: Constants) -> Place:

@@ -70,10 +70,11 @@ class Proposing:
 
 @dataclass(frozen=True)
 class Exchanging:
-    """In the exchange ``id`` with ``peer``."""
+    """In the exchange ``id`` with ``peer``, which carries the moments of these periods."""
 
     peer: int
     id: ExchangeId
+    moments: tuple[int, ...] = ()
 
 
 State: TypeAlias = Idle | Proposing | Exchanging
@@ -99,8 +100,8 @@ class MomentsDue:
         """Count a gradient step."""
         self._steps += 1
 
-    def began(self, carried: Collection[int]) -> None:
-        """Count an exchange that begins, with the periods of the moments that it carries."""
+    def exchanged(self, carried: Collection[int]) -> None:
+        """Count a complete exchange, with the periods of the moments that it has carried."""
         self._exchanges += 1
         for period in self._last.keys() & set(carried):
             self._last[period] = self._exchanges, self._steps
@@ -184,6 +185,7 @@ class Pairing:
             return []
         is_own = id.initiator == self.rank
         self._policy.exchanged(exchange.peer, initiated=is_own)
+        self.moments_due.exchanged(exchange.moments)
         if is_own:
             self.backlog = max(0, self.backlog - 1)
         return self._become_idle()
@@ -341,8 +343,7 @@ class Pairing:
                 f"it accepts with a gain of {accept.alpha_tilde:g}, where {proposed:g} was proposed"
             )
         self._refused.pop(peer, None)  # it is served: others have waited longer
-        self.state = Exchanging(peer, state.id)
-        self.moments_due.began(state.proposal.moments)
+        self.state = Exchanging(peer, state.id, state.proposal.moments)
         return [
             # Take the gain of ACCEPT, with which the peer has begun: this worker's own may have
             # changed with a new graph since it proposed.
@@ -419,8 +420,7 @@ class Pairing:
         alpha_tilde = min(proposal.alpha_tilde, self.alpha_tilde)
         self._parked.pop(peer, None)
         self._refused.pop(peer, None)
-        self.state = Exchanging(peer, proposal.id)
-        self.moments_due.began(proposal.moments)
+        self.state = Exchanging(peer, proposal.id, proposal.moments)
         return [
             Send(peer, Accept(proposal.id, alpha_tilde)),
             Begin(peer, proposal.id, alpha_tilde, proposal.moments),

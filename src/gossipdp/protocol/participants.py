@@ -3,15 +3,14 @@
 A live worker may be done, send heartbeats, and hold all others up. The root of a sum judges which
 worker gives nothing to it (:class:`~gossipdp.protocol.reduction.Blame`). A root under which nothing
 moves is *passed over*: those that wait for it leave it out, so the next lowest leads. A worker that
-was left out by mistake consolidates by itself once the others have left. Two workers that
-consolidate two models in opposite orders would wait for ever: :class:`Crossing` notices them.
+was left out by mistake consolidates by itself once the others have left.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.messages import Epoch, Process
@@ -116,44 +115,3 @@ class Participants:
         if self._idle_ticks[leader] >= PASS_OVER_AFTER:
             idle = f"{PASS_OVER_AFTER / TICKS_PER_TIMEOUT:g} time-outs"
             self.leave_out(leader, f"it led, and worker {self.rank} had nothing of it for {idle}")
-
-
-class Crossing:
-    """Notices that two workers consolidate two models in opposite orders.
-
-    This worker waits in the first model's ``consolidate()`` for a peer that is not done there. The
-    peer is done with the second model, of which this worker is not: so it is within that model's
-    ``consolidate()``, which ends when this worker has called it too, and that is never. Such a peer
-    cannot be merely slow, since it trains no more.
-
-    The two models' news come over different links, and if a peer has ended the first model, news of
-    that may be missing here. So the circle must last for ``limit_s`` without a break: by then a
-    death or a departure is known. If the peer leaves in the second half of that time, it has seen
-    the same circle and was a little faster.
-    """
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._since_s: float | None = None
-        self._peers: set[int] = set()
-
-    def look(
-        self, here: Mapping[int, Status], elsewhere: Iterable[Mapping[int, Status]], now_s: float
-    ) -> list[int]:
-        """Return the peers with which this worker waits in a circle; empty: none, or not for long.
-
-        Args:
-            here: the peers of the model whose end is waited for.
-            elsewhere: those of each other model of this process that has not come to its end.
-            now_s: on any clock.
-        """
-        done = {rank for of in elsewhere for rank, status in of.items() if status is Status.DONE}
-        peers = {rank for rank, status in here.items() if status is Status.ALIVE} & done
-        if peers:
-            self._since_s = now_s if self._since_s is None else self._since_s
-            self._peers = peers
-            return sorted(peers) if now_s - self._since_s >= self._limit_s else []
-        since_s, self._since_s = self._since_s, None
-        if since_s is None or now_s - since_s < self._limit_s / 2:
-            return []
-        return sorted(rank for rank in self._peers if here.get(rank, Status.DEAD) >= Status.LEFT)

@@ -159,11 +159,8 @@ class Presence:
 
     # --- consequences ----------------------------------------------------------------------
 
-    def review(self, now: float, *, has_changed: bool, has_ended: bool) -> list[DetectorAction]:
-        """Follow the membership view: deaths, neighbours, this worker's own life.
-
-        ``has_changed``: whether the view has; ``has_ended``: whether there are no more exchanges.
-        """
+    def review(self, now: float, *, has_changed: bool) -> list[DetectorAction]:
+        """Follow the membership view, if it ``has_changed``: deaths, neighbours, own life."""
         members = self._membership
         actions: list[DetectorAction] = []
         if has_changed:
@@ -186,7 +183,7 @@ class Presence:
             self._woken_at = None
             actions.append(LeftBehind(self._slept_s))
         if now >= self._neighbourhood.next_deadline():
-            rebuilt = self._neighbourhood.rebuild(members.members(), now, has_ended=has_ended)
+            rebuilt = self._neighbourhood.rebuild(members.members(), now)
             if rebuilt is not None:
                 actions.append(rebuilt)
         return actions

@@ -38,6 +38,7 @@ from gossipdp.protocol.messages import (
     Accept,
     AskMembers,
     AverageMessage,
+    BeginEpoch,
     Busy,
     ConsolidationMessage,
     Envelope,
@@ -161,7 +162,7 @@ class WorkerProtocol:
         )
         self._reviewed: int | None = None
         self._tick_at = -math.inf  # of sums
-        self._waits_until = math.inf
+        self._waits, self._waits_until = True, math.inf  # for those that still train
         self._moving: dict[Epoch, set[int]] = {}
         self._deferred: deque[tuple[int, ConsolidationMessage | ReductionMessage]] = deque(
             maxlen=MAX_DEFERRED
@@ -181,8 +182,7 @@ class WorkerProtocol:
         self.proposals_unanswered = 0
         self.is_done = False
         self._seen_version = -1  # of membership, for which `_quiet_until` holds
-        self._quiet_until = -math.inf
-        self._last_input = -math.inf
+        self._quiet_until = self._last_input = -math.inf
         # The reasons why this worker neither asks nor accepts; empty: it does.
         self._closed_for: set[str] = set()
         if own.status is Status.JOINING:
@@ -206,10 +206,11 @@ class WorkerProtocol:
     # --- training --------------------------------------------------------------------------
 
     @_input
-    def step(self, samples: int, now: float) -> Sequence[_Inner]:
-        """Count a gradient step on ``samples`` samples, which has just ended."""
-        self.progress.add(samples, now=now)
-        self.clock.step(now)
+    def step(self, samples: int, now: float, ended_s: float | None = None) -> Sequence[_Inner]:
+        """Count a gradient step on ``samples`` samples, which ended at ``ended_s``, or just now."""
+        ended_s = now if ended_s is None else ended_s
+        self.progress.add(samples, now=ended_s)
+        self.clock.step(ended_s)
         rate = self.exchange_rate
         self.pairing.moments_due.step()
         if rate is not None and rate.stepped(self.clock.step_seconds):
@@ -322,11 +323,23 @@ class WorkerProtocol:
             return self.averages.receive(peer, message)
         if isinstance(message, ConsolidationMessage | ReductionMessage):
             self._deferred.append((peer, message))
+            if isinstance(message, BeginEpoch) and not message.waits_for_all:
+                return self._leave_training()
         elif isinstance(message, LifeMessage):
             return self._unlinked(self._detector.receive(peer, message, now))
         elif isinstance(message, AskMembers):
             return [Send(peer, self.answer_joiner())]
         return []
+
+    def _leave_training(self) -> list[PairingAction]:
+        """Abort an exchange with one that still trains: the average goes on without that one.
+
+        Consolidation gets nothing while an exchange runs, so a long one would keep this worker out.
+        """
+        state = self.pairing.state
+        peer = self.membership.get(state.peer) if isinstance(state, Exchanging) else None
+        trains = self.is_done and peer is not None and peer.status is Status.ALIVE
+        return self.pairing.abort("the average goes on without its peer") if trains else []
 
     def progressed(self, now: float) -> None:
         """Restart the deadline of the running exchange: a byte of it came or left."""
@@ -335,11 +348,8 @@ class WorkerProtocol:
         self._progressed_at = max(now, self._progressed_at)
 
     @_input
-    def finished(self, id: ExchangeId, now: float, held_s: float = 0.0) -> Sequence[_Inner]:
-        """End the exchange ``id``, complete at this end: all sent, all received and applied.
-
-        ``held_s``: the time for which this worker's own limit held its bytes back meanwhile.
-        """
+    def finished(self, id: ExchangeId, now: float) -> Sequence[_Inner]:
+        """End the exchange ``id``, complete at this end: all sent, all received and applied."""
         exchange = self.pairing.exchange(id)
         if exchange is None:
             return []
@@ -357,7 +367,7 @@ class WorkerProtocol:
             demands_per_s=0.0 if step_s is None else self._wanted_rate / step_s,
         )
         if self.exchange_rate is not None:
-            self.exchange_rate.exchanged(duration_s, held_s)
+            self.exchange_rate.exchanged(duration_s)
         return self.pairing.finished(id)
 
     # --- sums over a tree ------------------------------------------------------------------
@@ -460,9 +470,9 @@ class WorkerProtocol:
             if self.is_done:
                 actions += self.consolidation.tick(self.peers.live, self._moving)
             self._moving.clear()
-        if now >= self._waits_until and self.consolidation.waits_for_all:
-            self.consolidation.waits_for_all = False
-            self._reviewed = None
+        if now >= self._waits_until:
+            self._waits, self._waits_until, self._reviewed = False, math.inf, None
+            actions += self._leave_training()
         return actions
 
     def next_deadline(self) -> float:
@@ -473,7 +483,7 @@ class WorkerProtocol:
             self._detector.next_deadline(),
             self.neighbourhood.next_deadline(),
             self._waits_end_at(),
-            self._waits_until if self.consolidation.waits_for_all else math.inf,
+            self._waits_until,
             self._affords_another_at(self._last_input) if self._is_spent else math.inf,
             self.clock.next_tick_at,
         )
@@ -537,6 +547,7 @@ class WorkerProtocol:
         self._presence.slept(since, now)
         self._progressed_at = now
         self._began_at += slept_s
+        self._waits_until += slept_s
         self._proposal_due = self._free_due = now + self.timeout_s
 
     def _ticks(self, now: float) -> list[PairingAction]:
@@ -567,6 +578,8 @@ class WorkerProtocol:
                     self._begin(now)
                 case Stop():
                     self.exchanges_failed += 1
+                case Withdrawn() if self.exchange_rate is not None:
+                    self.exchange_rate.withdrawn()
                 case Send(peer=peer, message=Propose(id=id)):
                     self.peers.proposed(peer, id, now)
                     self._proposal_due = now + self.peers.wait_s(peer)
@@ -588,10 +601,7 @@ class WorkerProtocol:
     def _review_members(self, now: float) -> list[_Inner]:
         """Follow the membership view: deaths, neighbours, this worker's own life."""
         has_changed = self._seen_version != self.membership.version
-        has_ended = "consolidation" in self._closed_for
-        actions = self._unlinked(
-            self._presence.review(now, has_changed=has_changed, has_ended=has_ended)
-        )
+        actions = self._unlinked(self._presence.review(now, has_changed=has_changed))
         if any(isinstance(action, Rebuilt) for action in actions):
             self.pairing.alpha_tilde = self.neighbourhood.place.alpha_tilde
             self._set_clock_rate()
@@ -653,11 +663,12 @@ class WorkerProtocol:
 
         Consolidation gets nothing while an exchange runs. All workers are done before consolidation
         begins, so no new exchange can begin then. But the worker that answers the last exchange may
-        get BEGIN before the last chunks.
+        get BEGIN, or wait no longer for others, before the last chunks.
         """
         actions: list[_Inner] = []
         if isinstance(self.pairing.state, Exchanging):
             return actions
+        self.consolidation.waits_for_all &= self._waits
         if self._reviewed != self.membership.version:
             self._reviewed = self.membership.version
             actions += self.consolidation.review(self.membership.members())

@@ -177,7 +177,7 @@ def make_runs(arguments: SimulateArguments) -> list[Run]:
         raise ValueError(f"--comm-rate is {arguments.comm_rate!r}: each may stand there once")
     base = _base_scenario(arguments)
     for method in methods:
-        check_method(method)
+        check_method(method, base.fidelity)
     _refuse_useless(arguments, [simulate.Job(base, method) for method in methods])
     runs = []
     for case, (graph, rate) in enumerate(product(graphs, rates)):

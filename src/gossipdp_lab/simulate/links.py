@@ -23,7 +23,7 @@ TIMEOUT_LATENCIES = 20.0
 
 
 def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], None]) -> Trace:
-    """Simulate a2cid2, gossip, none or released over links.
+    """Simulate a2cid2, gossip or none over links.
 
     Workers are real protocols, with the phases, rates and constants of real workers; they exchange
     the rows of a population (:class:`CarriedRows`). Links and step times enter as they are given:
@@ -34,7 +34,7 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
         ValueError: the scenario's graph or rates are not valid.
     """
     constants, links = scenario.make_constants(), scenario.links
-    has_momentum = method in ("a2cid2", "released")
+    has_momentum = method == "a2cid2"
     protocol_method: dict[str, Method] = {"gossip": "gossip", "none": "none"}
     training = Training.of(scenario, momentum=has_momentum)
     # In proportion to the runtime's 5 s for steps of 0.1 s, so that the unit of time has no effect.
@@ -54,9 +54,7 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
     # is that at comm rate 1.
     eta = constants.eta if has_momentum else 0.0
     phases = {rank: Phase(eta, constants.worker_rate(rank)) for rank in constants.workers}
-    rows = CarriedRows(
-        training, phases, is_released=method == "released", interval=recorder.interval
-    )
+    rows = CarriedRows(training, phases, interval=recorder.interval)
     row = training.population.x[0]
     row_bytes = row.numel() * row.element_size()
     network = VirtualNetwork(
@@ -106,9 +104,6 @@ class CarriedRows(Payload):
     Between boundaries the row is x + pending of a real worker; the gradient under way is that of
     the row's value when its step began.
 
-    In the released exchange, for comparison only, the row before it flowed travels; delta is the
-    live row when the data arrive, flowed and with the steps taken meanwhile, minus that.
-
     ``interval`` gets each activity of each worker.
     """
 
@@ -117,13 +112,11 @@ class CarriedRows(Payload):
         training: Training,
         phases: Mapping[int, Phase],
         *,
-        is_released: bool = False,
         interval: Callable[[int, Activity, float, float], None] = lambda *interval: None,
     ) -> None:
         self.population: Final = training.population
         self.phases: Final = phases
         self._training: Final = training
-        self._is_released: Final = is_released
         self._interval: Final = interval
         self.models_sent = 0.0
         self._open: dict[int, _Open] = {}
@@ -143,9 +136,8 @@ class CarriedRows(Payload):
     ) -> tuple[Tensor, list[Tensor | None]]:
         row = self.population.x[rank]
         theta = self.phases[rank].start_exchange(now_s)
-        unflowed = row.clone() if self._is_released else None
         self.population.flow(rank, theta)
-        snapshot = row.clone() if unflowed is None else unflowed
+        snapshot = row.clone()
         travelling = self._training.travelling(rank, begin.moments)
         moments = [
             moment / mass if mass and bool(moment.any() and moment.isfinite().all()) else None
@@ -165,7 +157,7 @@ class CarriedRows(Payload):
         peers, peers_moments = data
         exchange, population = self._open[rank], self.population
         alpha_tilde = exchange.begin.alpha_tilde
-        mine = population.x[rank].clone() if self._is_released else exchange.snapshot
+        mine = exchange.snapshot
         population.apply(rank, mine, peers, alpha_tilde)
         travelling = self._training.travelling(rank, exchange.begin.moments)
         for (moment, mass), sent, theirs in zip(

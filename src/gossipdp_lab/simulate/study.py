@@ -14,7 +14,7 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from gossipdp.rules import at_least_1
 from gossipdp_lab.simulate.ideal import run_ideal
 from gossipdp_lab.simulate.links import run_links
-from gossipdp_lab.simulate.scenario import Scenario
+from gossipdp_lab.simulate.scenario import Fidelity, Scenario
 from gossipdp_lab.simulate.synchronous import AllReduce, Rounds
 from gossipdp_lab.simulate.trace import Trace
 
@@ -38,12 +38,14 @@ def simulate(scenario: Scenario, method: str, on_progress: Progress | None = Non
     none               no exchanges
     released           a2cid2 with the exchange of the authors' released code, for comparison
                        only: each end subtracts its own live, flowed value from what the other
-                       sent before flowing, so that the two deltas are not negatives of each other
+                       sent before flowing, so that the two deltas are not negatives of each
+                       other; at fidelity "ideal" alone
     allreduce          synchronous: gradients averaged over all by a ring all-reduce at each step
     =================  ==========================================================================
 
     Raises:
-        ValueError: the method is unknown, or the scenario's graph or rates are not valid.
+        ValueError: the method is unknown, or not of this fidelity, or the scenario's graph or rates
+            are not valid.
 
     Example:
         >>> from gossipdp_lab.simulate import Scenario, simulate
@@ -51,7 +53,7 @@ def simulate(scenario: Scenario, method: str, on_progress: Progress | None = Non
         >>> trace.records[-1].consensus_distance < 1e-3 * trace.records[0].consensus_distance
         True
     """
-    check_method(method)
+    check_method(method, scenario.fidelity)
     on_progress = on_progress or (lambda share: None)
     started = perf_counter()
     # Tensors are small, and teams of threads cost more than they bring: on two busy cores a digits
@@ -72,10 +74,12 @@ def simulate(scenario: Scenario, method: str, on_progress: Progress | None = Non
     return trace
 
 
-def check_method(method: str) -> None:
-    """Raise ValueError for a method that does not exist."""
+def check_method(method: str, fidelity: Fidelity) -> None:
+    """Raise ValueError for a method that does not exist, or not at this fidelity."""
     if method not in ASYNCHRONOUS and method not in ROUNDS:
         raise ValueError(f"there is no method {method!r}; choose among {', '.join(METHODS)}")
+    if method == "released" and fidelity != "ideal":
+        raise ValueError("the released exchange is simulated at fidelity 'ideal' alone")
 
 
 class Job(NamedTuple):

@@ -31,10 +31,8 @@ class FaultyRows(CarriedRows, FaultyPayload):
         torn: what those did to the sum of x + c/2 over the workers.
     """
 
-    def __init__(
-        self, training: Training, phases: Mapping[int, Phase], *, is_released: bool = False
-    ) -> None:
-        super().__init__(training, phases, is_released=is_released)
+    def __init__(self, training: Training, phases: Mapping[int, Phase]) -> None:
+        super().__init__(training, phases)
         self.num_torn = 0
         self.torn = torch.zeros_like(self.population.half_applied)
         self._applied: set[int] = set()

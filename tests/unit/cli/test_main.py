@@ -48,12 +48,12 @@ def test_the_number_of_workers_may_be_written_as_elsewhere(option, ran):
 
 def test_everything_after_the_script_is_the_scripts(ran):
     script = ["train.py", "--lr", "0.1", "-n", "2", "--log-level", "debug", "--help"]
-    assert main(["run", "--port", "5", "-n", "4", "--log-level", "info", *script]) == 0
+    assert main(["run", "--spares", "5", "-n", "4", "--log-level", "info", *script]) == 0
     # An option of all commands may stand before the command too.
-    assert main(["--log-level", "error", "run", "--port", "5", "-n", "4", *script]) == 0
+    assert main(["--log-level", "error", "run", "--spares", "5", "-n", "4", *script]) == 0
     assert [level for _, level in ran] == [logging.INFO, logging.ERROR]
     for arguments, _ in ran:
-        assert (arguments.workers, arguments.port) == (4, 5)
+        assert (arguments.workers, arguments.spares) == (4, 5)
         assert arguments.script == tuple(script)
 
 

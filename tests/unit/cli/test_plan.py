@@ -59,8 +59,6 @@ LINKS = "--workers 4 --parameters 25.6e6 --step-ms 100"  # 102.4 MB
         ("--link-mbps 100 --wire-format full", ("one in 164 steps", "102 MB", "6.25 MB/s")),
         ("--link-mbps 100", ("one in 41 steps", "The link is the bound", "25.6 MB", "50 Mbit/s")),
         ("--link-mbps 25 --latency-ms 8000", ("one in 324 steps",)),
-        ("--link-mbps 50 --max-megabits-per-s 25", ("one in 164 steps", "limit on sent bytes")),
-        ("--link-mbps 25 --max-megabits-per-s 50", ("one in 164 steps", "The link is the bound")),
         ("--link-mbps 1e6", ("4 exchanges a step. 4 a step is the most", "Training does not wait")),
     ],
 )

@@ -65,7 +65,7 @@ def test_the_line_on_a_stop_says_who_saved_which_steps(steps, num_workers, has_e
     assert stopped_line(saved, num_workers, has_ended=has_ended) == whole
 
 
-@pytest.mark.parametrize("option", ["--nnodes", "--node-rank", "--port"])
+@pytest.mark.parametrize("option", ["--nnodes", "--node-rank"])
 def test_the_launcher_s_own_choices_are_refused(script, option, capsys, monkeypatch):
     for name, value in TOLD.items():
         monkeypatch.setenv(name, value)

@@ -3,6 +3,7 @@
 import gc
 import math
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -659,11 +660,10 @@ def test_host_memory_gets_and_gives_copies():
 
 
 def test_other_devices_and_several_are_refused():
-    known = r"on meta\. Exchanges know the CPU and CUDA, ROCm and XPU devices: move the module"
-    with pytest.raises(ValueError, match=known):
-        device_of({torch.device("meta")})
-    with pytest.raises(ValueError, match=r"on mps:0\. Exchanges need a second stream and float64"):
-        device_of({torch.device("mps:0")})
+    for name in ("meta", "mps:0", "xpu:1"):
+        known = f"on {name}. Exchanges know the CPU and CUDA devices: move the module"
+        with pytest.raises(ValueError, match=re.escape(known)):
+            device_of({torch.device(name)})
     with pytest.raises(ValueError, match=r"several devices \(cpu, meta\); move the module to one"):
         device_of({torch.device("meta"), torch.device("cpu")})
     assert type(device_of(set())) is Device
@@ -672,11 +672,11 @@ def test_other_devices_and_several_are_refused():
 def test_a_gpu_of_another_maker_is_for_those_who_ask_for_it(monkeypatch):
     for value, is_allowed in (("", False), ("1", False), ("yes", True)):
         monkeypatch.setenv("GOSSIPDP_UNTRIED_GPU", value)
-        for hip, name in (("6.4", "cuda:0"), (None, "xpu:1")):
-            monkeypatch.setattr(torch.version, "hip", hip)
-            reason = refusal(torch.device(name))
-            assert (reason is None) is is_allowed
-            assert is_allowed or "set GOSSIPDP_UNTRIED_GPU=yes to try it" in reason
+        monkeypatch.setattr(torch.version, "hip", "6.4")
+        reason = refusal(torch.device("cuda:0"))
+        assert (reason is None) is is_allowed
+        assert is_allowed or "set GOSSIPDP_UNTRIED_GPU=yes to try it" in reason
+        monkeypatch.setattr(torch.version, "hip", None)
         assert refusal(torch.device("cuda:0")) is None
         assert refusal(torch.device("cpu")) is None
         assert refusal(torch.device("mps")) is not None

@@ -22,6 +22,7 @@ from gossipdp.graph import build_graph
 from gossipdp.graph.constants import Constants
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.handshake import Refusal
+from gossipdp.links.link import BETWEEN_LINKS_S
 from gossipdp.protocol import messages as say
 from gossipdp.protocol.actions import Begin, Notice, Reach, Rebuilt, Send, Withdrawn
 from gossipdp.protocol.members import Member, Status
@@ -230,6 +231,8 @@ def test_what_nobody_says_ends_its_link_and_is_logged_once(caplog):
         worker.loop.link_down(link, link.closed_for)
     (warning,) = caplog.messages
     assert warning.startswith("worker 0 closes its link to worker 1")
+    addresses = {1: worker.address(1)}
+    assert worker.loop._dialer.next_due_s(addresses) == BETWEEN_LINKS_S, "not without a pause"
 
 
 @pytest.mark.parametrize("moves", ["nothing", "bytes of a chunk"])

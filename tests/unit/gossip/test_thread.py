@@ -129,7 +129,7 @@ def test_no_step_is_overlooked_however_two_threads_meet(meets):
     """The loop looks at a step in that turn, which does not wait then, or is woken from it."""
     waits_s: list[float] = []
     woken: list[int] = []
-    looked_at: list[tuple[int, float]] = []
+    looked_at: list[tuple[int, float, float]] = []
     due: list[str] = []
 
     class Loop:
@@ -175,7 +175,18 @@ def test_no_step_is_overlooked_however_two_threads_meet(meets):
     assert len(waits_s) == 1
     assert waits_s == [0.0] or woken == [1]
     GossipThread._empty_queues(thread)
-    assert looked_at == [(3, 5.0)]
+    assert looked_at == [(3, 5.0, 5.0)]
+
+
+def test_a_step_that_is_looked_at_late_is_reported_with_both_times():
+    now_s, looked_at = [5.0], list[tuple[int, float, float]]()
+    loop = loop_of(clock=lambda: now_s[0], perform=lambda _: None)
+    loop.protocol.step = lambda *step: looked_at.append(step)
+    thread = GossipThread(loop)
+    thread.step(3)
+    now_s[0] = 5.25
+    thread._empty_queues()
+    assert looked_at == [(3, 5.25, 5.0)]
 
 
 def test_calls_are_answered_even_if_closing_fails():

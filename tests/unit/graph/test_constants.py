@@ -150,9 +150,11 @@ def test_one_worker_and_one_joiner():
 )
 def test_any_set_of_survivors_and_joiners_is_connected(name, live):
     """Ranks from 8 on are joiners; all of the first 8 may be dead."""
-    graph = live_graph(name).graph(live)
-    assert set(graph) == live
-    assert nx.is_connected(nx.Graph(graph))
+    constants = live_graph(name).constants(live)
+    assert set(constants.workers) == live
+    graph = nx.Graph(constants.edges)
+    graph.add_nodes_from(constants.workers)
+    assert nx.is_connected(graph)
     joiners = [rank for rank in live if rank >= 8]
     others = sorted(live)
     for rank in joiners:

@@ -1,12 +1,16 @@
+import ctypes
 import math
 import os
 import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
-from run_processes import wait_until_gone
+from run_processes import VARIABLES, runs, wait_until_gone
+from waiting import wait_until
 
 from gossipdp.errors import RendezvousError
 from gossipdp.launcher import cores, reports
@@ -93,6 +97,26 @@ def test_what_a_dead_worker_left_behind_ends_with_it(tmp_path):
     ended_by, supervisor = supervise(code, 2, max_restarts=1)
     assert (ended_by, supervisor.failures) == (None, [])
     wait_until_gone([int(path.read_text())])
+
+
+@pytest.mark.processes
+def test_process_1_reaps_what_a_dead_worker_left_behind():
+    """It inherits orphans, as a subreaper does (prctl(2)), and is not their first parent."""
+    prctl, set_child_subreaper = ctypes.CDLL(None).prctl, 36
+    with ExitStack() as at_the_end:
+        at_the_end.callback(prctl, set_child_subreaper, 0)
+        assert prctl(set_child_subreaper, 1) == 0
+        words = [sys.executable, "-c", "import os, signal; os.fork(); signal.pause()"]
+        worker = ScriptWorker(words, VARIABLES)
+        at_the_end.callback(worker.discard)
+        own = psutil.Process(worker.pid)
+        wait_until(own.children, "it has a child")
+        (left,) = own.children()
+        worker.kill()
+        wait_until(lambda: worker.poll() is not None and not runs(left.pid), "both have died")
+        assert psutil.pid_exists(left.pid), "it is a zombie"
+        worker.close()
+        assert not psutil.pid_exists(left.pid)
 
 
 def test_a_forked_worker_that_the_fork_server_has_reaped_gets_no_signal(monkeypatch):

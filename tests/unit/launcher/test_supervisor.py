@@ -26,7 +26,7 @@ class Scripted(WorkerProcess):
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         super().__init__()
-        self.pid, self.variables = 1, variables
+        self.pid, self.variables = 2**30, variables  # no process has it
         self.how: Ending | None = None
         self.signals: list[int] = []
         self.is_killed = False

@@ -3,7 +3,13 @@ from random import Random
 
 from links import MemoryLink
 
-from gossipdp.links.link import GRACE_AFTER_LOSS_S, GRACE_S, LONGEST_RETRY_S, Dialer
+from gossipdp.links.link import (
+    BETWEEN_LINKS_S,
+    GRACE_AFTER_LOSS_S,
+    GRACE_S,
+    LONGEST_RETRY_S,
+    Dialer,
+)
 
 ADDRESSES = {peer: ("127.0.0.1", 1000 + peer) for peer in range(5)}
 
@@ -52,6 +58,26 @@ def test_a_link_ends_dialling_and_its_loss_begins_it_anew():
     higher.unlinked(1, 100.0)
     assert higher.due(ADDRESSES, 100.0) == []
     assert higher.due(ADDRESSES, 100.0 + GRACE_AFTER_LOSS_S) == [1]
+
+
+def test_links_that_end_as_soon_as_they_are_up_follow_one_another_with_pauses():
+    """Two workers that do not understand each other made links without a pause."""
+    for rank, asks_at_once in ((0, False), (0, True), (2, False), (2, True)):
+        dialer, now, num_links = Dialer(rank, Random(0), {}), 0.0, 0
+        dialer.want([1], now, at_once=True)
+        while now < 10.0 and num_links < 100:
+            assert dialer.due(ADDRESSES, now) == [1]
+            num_links += 1
+            dialer.linked(1, now)
+            dialer.unlinked(1, now)
+            if asks_at_once:  # a message waits for the link
+                dialer.want([1], now, at_once=True)
+            now = dialer.next_due_s(ADDRESSES)
+        assert 20 < num_links <= 10.0 / BETWEEN_LINKS_S
+        dialer.linked(1, 20.0)
+        dialer.unlinked(1, 20.0 + BETWEEN_LINKS_S)
+        grace_s = 0.0 if rank == 0 else GRACE_AFTER_LOSS_S
+        assert dialer.next_due_s(ADDRESSES) == 20.0 + BETWEEN_LINKS_S + grace_s
 
 
 def test_without_an_address_nobody_is_dialled():

@@ -147,15 +147,11 @@ def test_all_links_of_a_worker_share_its_limit_evenly(world, stream):
     sent = [link.chunk_bytes_sent[FrameType.EXCHANGE_CHUNK] for link in links]
     assert 480_000 < sum(link.bytes_sent for link in links) - before < 570_000
     assert sent[0] == pytest.approx(sent[1], abs=70_000)
-    assert first.transport.held_s == pytest.approx(0.5, abs=0.05)
     # What is no chunk does not wait, and counts.
     for other in others:
         assert not other.handler.of("chunk")
     tick(world, clock, 80)
     assert all(len(other.handler.of("chunk")) == 1 for other in others)
-    assert first.transport.held_s == pytest.approx(0.735, abs=0.05)
-    tick(world, clock, 20)
-    assert first.transport.held_s == pytest.approx(0.735, abs=0.05)
 
 
 def test_a_message_does_not_wait_for_the_chunk_of_another_link(world):

@@ -131,6 +131,26 @@ def test_with_another_number_of_workers_all_start_from_one_mean(tmp_path, world_
         assert resumption.start == "from the mean of checkpoints of 3 workers"
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_mean_counts_the_samples_of_the_files_that_are_in_it(tmp_path, caplog, world_size):
+    """Not those of a damaged one, whose facts can be read; others had heard of these steps."""
+    save(tmp_path, facts(0, 800, progress=(heard_of(0, 800), heard_of(1, 240))), 3.0)
+    save(tmp_path, facts(1, 80), 1.0)
+    save(tmp_path, facts(1, 160), 5.0)
+    newest = checkpoint.file_path(tmp_path, 1, 20)
+    data = bytearray(newest.read_bytes())
+    data[-1] ^= 1
+    newest.write_bytes(data)
+    for rank in range(world_size):
+        resumption = resumed(tmp_path, rank, world_size)
+        assert (resumption.tensors["model/w"] == 3.0).all(), "the mean of 3 + 1 and 1 + 1"
+        totals = Progress(rank, 99)
+        totals.merge_all(resumption.progress)
+        assert totals.by_rank() == {0: (800, 100), 1: (80, 10)}
+        assert resumption.counts.step == 100
+    assert "its checksum does not fit" in caplog.text
+
+
 def test_files_that_are_in_the_mean_count_no_more(tmp_path):
     """Four workers save, two go on, then four again, of which one saves nothing."""
     for rank in range(4):

@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
 from checkpointing import step
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -87,6 +88,16 @@ def test_a_batch_counts_its_first_tensor_or_a_list_of_samples(linear, batch, siz
     assert warned == [True] * (size not in (None, samples))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_a_nested_tensor_counts_its_parts(linear):
+    model, optimizer = linear(budget_samples=10)
+    parts = torch.nested.nested_tensor([torch.ones(length, 3) for length in (5, 2, 4, 1, 6)])
+    for batch in model.batches([(parts, torch.ones(5)), (parts, parts)]):
+        assert batch[0] is parts
+        step(model.module, optimizer)
+    assert (model.stats().samples, model.stats().gradient_steps) == (10, 2)
+
+
 def test_a_batch_that_cannot_be_counted_may_be_of_a_given_size(linear):
     given, optimizer = linear(budget_samples=6, counting=Counting(samples_per_step=3))
     for _ in given.batches(["abc"]):
@@ -102,6 +113,26 @@ def test_a_loop_that_counts_nothing_is_an_error_or_a_warning(linear, caplog):
     model, optimizer = linear()
     step(model.module, optimizer, torch.ones(4, 3), times=5)
     assert caplog.text.count("3 gradient steps of the Linear, and not one sample was") == 1
+
+
+class OfTexts(nn.Linear):
+    """Its batches hold no tensor."""
+
+    def forward(self, texts: list[str]) -> Tensor:
+        return super().forward(torch.ones(len(texts), 3))
+
+
+def test_a_batch_without_a_tensor_in_a_loop_of_ones_own_is_no_single_sample(wrap_sgd):
+    texts: Any = ["some", "text"]
+    model, optimizer = wrap_sgd(OfTexts(3, 2), budget_samples=100)
+    step(model, optimizer, texts, times=2)
+    assert model.stats().samples == 0
+    with pytest.raises(RuntimeError, match=r"not one sample was counted.*\(samples_per_step="):
+        step(model, optimizer, texts)
+    counting = Counting(samples_per_step=2)
+    model, optimizer = wrap_sgd(OfTexts(3, 2), budget_samples=100, counting=counting)
+    step(model, optimizer, texts, times=4)
+    assert model.stats().samples == 8
 
 
 def test_a_loop_that_never_steps_is_told_so_once(linear, caplog):

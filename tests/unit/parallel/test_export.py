@@ -46,7 +46,7 @@ def test_a_pt_file_loads_with_weights_only(make, tmp_path, consolidated):
     model = make({"note": [1, 2.5]})
     if consolidated:
         model.consolidate()
-    path = tmp_path / "model.pt"
+    path = tmp_path / "runs" / "of today" / "model.pt"  # folders that are not there yet
     model.save_averaged(path)
     loaded = torch.load(path, weights_only=True)
     assert_same(loaded, model.module)
@@ -62,8 +62,9 @@ def test_a_pt_file_loads_with_weights_only(make, tmp_path, consolidated):
 def test_a_safetensors_file_loads_under_every_name(make, tmp_path):
     model = make()
     model.module.get_extra_state = lambda: torch.ones(2)
-    model.save_averaged(tmp_path / "model.safetensors")
-    assert_same(safetensors.torch.load_file(tmp_path / "model.safetensors"), model.module)
+    path = tmp_path / "runs" / "model.safetensors"
+    model.save_averaged(path)
+    assert_same(safetensors.torch.load_file(path), model.module)
 
 
 def assert_same(loaded: dict[str, Any], net: nn.Module) -> None:

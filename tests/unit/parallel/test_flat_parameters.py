@@ -207,6 +207,14 @@ def test_new_data_of_a_parameter_and_a_buffer_assigned_in_forward_are_adopted():
             r"'running_mean' has changed from \(4,\) to \(5,\) .*persistent=False",
         ),
         (
+            lambda net, _: setattr(net, "running_mean", torch.zeros(4).double()),
+            r"'running_mean' .* to torch\.float64 .*; if forward\(\) .* persistent=False",
+        ),
+        (
+            lambda net, _: setattr(net.weight, "data", torch.zeros(5)),  # as transformers resizes
+            r"'weight' has changed from \(4,\) to \(5,\) since wrapping. Resize parameters before",
+        ),
+        (
             lambda _, optimizer: optimizer.add_param_group({"params": [torch.ones(1)]}),
             "held 2 parameters .* and holds 3 now; add parameter groups before wrapping",
         ),
@@ -239,6 +247,18 @@ def test_unfreezing_is_found_unless_frozen_parameters_are_exchanged():
     flat = flatten(net, frozen=True)
     net.frozen.requires_grad_(True)
     flat.check()
+
+
+def test_autocast_sees_what_was_swapped_in():
+    """Within one region of autocast, as where the own loss is compared with the average's."""
+    net = nn.Linear(3, 2, bias=False)
+    flat, inputs = flatten(net), torch.ones(1, 3)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        own = net(inputs)
+        flat.swap([torch.full_like(segment.x, 2.0) for segment in flat.state.segments])
+        assert torch.equal(net(inputs), torch.full((1, 2), 6.0, dtype=torch.bfloat16))
+        flat.swap_back()
+        assert torch.equal(net(inputs), own)
 
 
 def test_views_of_parameters_in_a_state_dict_become_views_of_the_others():
@@ -275,6 +295,33 @@ def test_a_frozen_base_is_left_alone_and_what_moves_in_it_is_told(caplog):
     (record,) = caplog.records
     assert "'base.weight' changes although no optimizer trains it" in caplog.text
     assert "Wrap with exchange=Exchange(frozen=True)" in record.getMessage()
+
+
+MAKE_BUFFER = {
+    "absent": lambda net: net.register_buffer("absent", torch.ones(2)),
+    "none": lambda net: setattr(net, "none", torch.ones(2)),
+    "empty": lambda net: net.empty.resize_(2),
+}
+
+
+@pytest.mark.parametrize("name", MAKE_BUFFER)
+@pytest.mark.parametrize(("num_before", "index"), [(1, 0), (20, None)])  # at steps; at the end
+def test_a_buffer_that_is_made_after_wrapping_is_named_once(name, num_before, index, caplog):
+    net = nn.Sequential(nn.BatchNorm1d(4))
+    net[0].register_buffer("none", None)
+    net[0].register_buffer("empty", torch.zeros(0))
+    net[0].register_buffer("cache", None, persistent=False)
+    flat = flatten(net)
+    net[0].cache, net[0].running_mean = torch.ones(3), torch.ones(4)
+    for _ in range(num_before):
+        flat.check(0)
+    assert not caplog.records
+    MAKE_BUFFER[name](net[0])
+    for _ in range(2):
+        flat.check(index)
+    (message,) = caplog.messages
+    assert message.startswith(f"buffer '0.{name}' was made after wrapping: no checkpoint holds it")
+    assert torch.equal(net[0].running_mean, torch.ones(4))
 
 
 class Packed(nn.Module):

@@ -169,11 +169,6 @@ def test_wrapping_twice_is_an_error(wrap, wrap_sgd):
     wrap(net, optimizer)
 
 
-def test_a_comm_rate_that_is_hardly_meant_gets_a_warning(linear, caplog):
-    linear(comm_rate=50)
-    assert caplog.text.count("comm_rate=50 asks for 50 exchanges in every gradient step") == 1
-
-
 def test_a_scheduler_that_counts_steps_gets_a_warning_that_names_another(caplog):
     net, other = nn.Linear(2, 1), nn.Linear(2, 1)
     optimizer, theirs = sgd(net), sgd(other)

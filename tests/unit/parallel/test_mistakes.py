@@ -64,6 +64,13 @@ def with_a_buffer(dtype: torch.dtype) -> nn.Module:
     return net
 
 
+def with_float8() -> nn.Module:
+    net = nn.Linear(2, 2)
+    weight = torch.zeros(2, 2).to(torch.float8_e4m3fn)
+    net.base = nn.Parameter(weight, requires_grad=False)
+    return net
+
+
 NET, OTHER = nn.Linear(3, 2), nn.Linear(2, 2)
 FROZEN = nn.Linear(3, 2).requires_grad_(False)
 LOADER = [torch.ones(4, 2)]
@@ -103,6 +110,7 @@ SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
         (lambda: wrap(NET, sgd(OTHER)), "not part of the module"),
         (lambda: wrap(NET, [sgd(NET), sgd(NET)]), "same parameter"),
         (lambda: wrap(nn.Linear(3, 2, dtype=torch.complex64)), "real view"),
+        (lambda: wrap(with_float8(), exchange=Exchange(frozen=True)), r"without Exchange\(fr"),
         (lambda: wrap(nn.Linear(3, 2, device="meta")), "on meta.*CPU before wrapping"),
         (lambda: wrap(with_a_sparse_buffer()), r"'adjacency' is torch\.sparse_coo.*persistent=Fal"),
         (lambda: wrap(pieces_of_one_tensor(10)), "'first' and 'second' lie in the same memory"),

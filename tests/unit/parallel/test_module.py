@@ -16,6 +16,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from gossipdp import Checkpoints, Counting, Exchange, ModelChangedError, PoisonedError
+from gossipdp.dynamics import update
 from gossipdp.dynamics.chunks import Chunk
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.views import views_of
@@ -386,6 +387,7 @@ def test_what_all_workers_must_have_alike_is_told_to_the_others(linear):
     there, here = settings(), settings(method="gossip", comm_rate=2.0, wire_format="lattice8")
     assert (there.method, there.comm_rate, there.wire_format) == ("a2cid2", "auto", "auto")
     assert (here.method, here.comm_rate, here.wire_format) == ("gossip", "2", "lattice8")
+    assert (there.budget_samples, settings(budget_samples=8).budget_samples) == (None, 8)
     here = settings(exchange=Exchange(moments={"momentum_buffer": 4}))
     message = r"the models differ, .*momentum_buffer in one exchange of 4,.* here and none on"
     assert re.match(message, here.difference_of_models(there.tensors))
@@ -421,6 +423,24 @@ def test_within_averaged_nothing_touches_the_worker_s_own_parameters(wrap_sgd, t
     assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
     for chunk in chunks:
         torch.testing.assert_close(chunk.x + chunk.pending, torch.full_like(chunk.x, 2.0))
+
+
+def test_after_inference_mode_states_are_written_as_before(wrap_sgd, monkeypatch, tmp_path):
+    """Room that was made in that mode could not be written outside of it."""
+    monkeypatch.setattr(update, "_kept", update._Kept())
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model, _ = wrap_sgd(net, checkpoints=Checkpoints(tmp_path))
+    before = copy.deepcopy(net.state_dict())
+    with torch.inference_mode():
+        states = [model.state_dict()]
+        with model.averaged():
+            states.append(model.state_dict())
+    model.save_checkpoint()
+    for state in (*states, model.state_dict(), net.state_dict()):
+        assert all(torch.equal(value, before[key]) for key, value in state.items())
+    leave_pending(model._worker, 2.0)
+    model._worker._state.boundary(0.0)
+    torch.testing.assert_close(net[0].weight, torch.full((2, 2), 2.0))
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])

@@ -201,6 +201,23 @@ def test_a_checkpoint_holds_what_exchanges_have_brought(wrap):
     torch.testing.assert_close(kept(optimizer), [averaged(old, 3.0, age=5) for old in before])
 
 
+def test_a_checkpoint_after_a_load_loses_nothing_that_exchanges_have_brought(wrap):
+    """The optimizer reads other memory until its next step, after which that is added."""
+    net = make_net()
+    optimizer = ADAMW(net.parameters())
+    model = wrap(net, optimizer)
+    train(model, optimizer, 5)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    give(model, 3.0)
+    loaded = [value.clone() for value in kept(optimizer)]
+    model._worker.capture()
+    torch.testing.assert_close(kept(optimizer), loaded, rtol=0, atol=0)
+    train(model, optimizer, 1, seed=2)
+    expected = [averaged(own, 3.0, age=6) for own in kept(optimizer)]
+    model._worker.capture()
+    torch.testing.assert_close(kept(optimizer), expected)
+
+
 def test_a_parameter_that_has_its_first_gradient_later_is_taken_in(wrap):
     net = make_net()
     used, late = net[0].weight, net[2].bias
@@ -309,7 +326,7 @@ def test_how_often_exchanges_carry_moments(wrap, comm_rate, beta_2, moments, exp
         due.step()
         if len(state.carried(due.now())) > len(state.chunks):
             carrying.append(count)
-        due.began(due.now())
+        due.exchanged(due.now())
     assert carrying == expected
 
 

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -139,13 +140,44 @@ def test_the_thread_writes_while_it_trains_and_ends_with_the_run(tmp_path):
     assert not [each for each in threading.enumerate() if each.name.startswith("gossipdp-log")]
 
 
-def test_an_earlier_run_s_other_workers_are_removed(tmp_path):
+def test_an_earlier_run_s_other_workers_are_removed_but_no_joiner_s(tmp_path):
+    """One may have joined before a worker of the start, which is late, begins its log."""
     worker_file(tmp_path, 3).write_text("{}\n")
     other = tmp_path / "notes.txt"
     other.write_text("mine")
-    train(tmp_path).close()
+    model = train(tmp_path)
+    model.close()
     assert list(RunLog.read(tmp_path).workers) == [0]
+    for rank, run_id in ((3, "earlier"), (4, model._worker.run_id)):
+        with closing(RunLogWriter(worker_file(tmp_path, rank), run_id=run_id)) as log:
+            log.start(rank=rank, num_workers=1, configuration={})
+    begins = worker_file(tmp_path, 5)
+    begins.touch()
+    monitoring._begun_log(worker_file(tmp_path, 0), model._worker).close()
+    assert list(RunLog.read(tmp_path).workers) == [0, 4]
+    assert begins.exists()
     assert other.exists()
+
+
+def test_who_takes_another_rank_goes_on_in_that_one_s_log_and_leaves_the_other(tmp_path):
+    """The worker that has its former rank writes there. Its new exchanges count notices from 1."""
+    model, notice = train(tmp_path), Notice(1, "lost", 5.0, 1)
+    worker, log = model._worker, model._worker.monitoring
+    log._stats = lambda: replace(worker.stats(), noticed=(notice,))
+    log._write_last()
+    worker.rank = 4
+    log.come_again()
+    log._write_last()
+    before = worker_file(tmp_path, 0).read_bytes()
+    log.stepped(8)
+    model.log(accuracy=0.5)
+    model.close()
+    assert worker_file(tmp_path, 0).read_bytes() == before
+    former, present = (read(tmp_path, rank) for rank in (0, 4))
+    assert former.noticed == present.noticed == [notice]
+    assert (former.counts[-1].gradient_steps, former.last_values()) == (3, {"learning_rate": 0.1})
+    assert (present.counts[-1].gradient_steps, present.counts[-1].samples) == (1, 8)
+    assert present.last_values() == {"accuracy": 0.5}
 
 
 def test_a_loss_that_can_be_read_no_more_is_left_out(tmp_path):

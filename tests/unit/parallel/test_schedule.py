@@ -67,3 +67,15 @@ def test_it_follows_the_run_and_not_this_worker_s_steps_and_resumes_from_the_fir
     assert resumed.param_groups[0]["lr"] == pytest.approx(0.4)
     again.load_state_dict(state)
     assert again.get_last_lr() == pytest.approx([0.4])
+
+
+def test_it_follows_a_compiled_wrapper():
+    """That has the progress by ``__getattr__`` alone."""
+
+    class Model(nn.Linear):
+        def progress(self) -> float:
+            return 0.5
+
+    optimizer = sgd(0.8)
+    ProgressLR(optimizer, torch.compile(Model(2, 2)), "linear")
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.4)

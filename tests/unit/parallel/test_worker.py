@@ -3,19 +3,25 @@
 import dataclasses
 import os
 from collections.abc import Callable
+from contextlib import closing
+from itertools import count
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from checkpointing import step, steps_saved
 from torch import Tensor, nn
+from waiting import wait_until
 
 from gossipdp.dynamics.state import State
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.counters import Counters
+from gossipdp.launcher import rendezvous
+from gossipdp.launcher.reports import ReportChannel, report_variables
 from gossipdp.parallel import pace
-from gossipdp.parallel.checkpoint import Counts
+from gossipdp.parallel.checkpoint import Counts, file_path
 from gossipdp.parallel.options import Exchange, Options
 from gossipdp.parallel.pace import MAX_LAG, Pace, is_rate_low
 from gossipdp.parallel.shards import Agreed
@@ -152,13 +158,77 @@ def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once(monk
 
     monkeypatch.setattr(worker, "_give_up_rank", lambda superseded: None)
     monkeypatch.setattr(worker, "_join", join)
-    worker._rendezvous = SimpleNamespace(mark_ready=lambda rank: None)
+    worker._rendezvous, logged = SimpleNamespace(mark_ready=lambda rank: None), []
+    worker.monitoring = SimpleNamespace(come_again=lambda: logged.append(worker.rank))
     worker.come_again(SupersededError("another process has rank 3"))
     worker.train(5)
-    assert worker.rank == 4
+    assert [worker.rank] == logged == [4]
     assert worker.total_samples() == 80 + 7 + 30 + 5 == worker._heard.total_samples
     assert worker.counts() == Counts(step=1, steps=1, samples=5)
     assert worker._heard.by_rank() == {1: (80, 8), 2: (7, 1), 3: (30, 2), 4: (5, 1)}
+
+
+def test_only_the_first_model_of_a_script_says_where_to_join_it(wrap_sgd, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_numbers", count())
+    with closing(ReportChannel()) as channel:
+        for name, value in report_variables(channel.sender).items():
+            monkeypatch.setenv(name, value)
+        first, second = (wrap_sgd(nn.Linear(2, 2))[0]._worker for _ in range(2))
+        looked = (first._loop, second._loop)
+        wait_until(lambda: all(loop._reported for loop in looked), "both look at their addresses")
+        for worker in (first, second):
+            worker._call(int)  # after that turn of its thread
+        addresses = [each.addresses for each in channel.take() if each.addresses]
+    own = first._protocol.membership.own
+    assert addresses == 2 * [{0: (own.host, own.port)}]  # as it met, and from its thread
+
+
+@pytest.mark.parametrize("when", ["as it asks", "while it waits"])
+def test_a_joiner_whose_rank_was_taken_averages_under_another(linear, monkeypatch, when):
+    model = linear()[0]
+    worker, came = model._worker, []
+    place, name = (worker, "_call") if when == "as it asks" else (worker._thread, "check")
+    usual, before = getattr(place, name), [each.clone() for each in model.parameters()]
+
+    def once_refused(*given: Any) -> Any:
+        if not came:
+            raise SupersededError("another process has rank 0")
+        return usual(*given)
+
+    monkeypatch.setattr(place, name, once_refused)
+    monkeypatch.setattr(worker, "come_again", came.append)
+    with model.averaged():
+        assert all(map(torch.equal, model.parameters(), before))
+    assert len(came) == 1
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_joiner_whose_rank_was_taken_saves_under_another(linear, monkeypatch, tmp_path, caplog):
+    """At once if it is asked to; one that is due gives way to the step that takes a rank."""
+    model, optimizer = linear(tmp_path, 1, keep=9)
+    worker, came = model._worker, []
+    taken: list[SupersededError] = []
+
+    def check() -> None:
+        for error in taken:
+            raise error
+
+    def come_again(error: SupersededError) -> None:
+        came.append(worker.step_number)
+        taken.remove(error)
+
+    monkeypatch.setattr(worker._thread, "check", check)
+    monkeypatch.setattr(worker, "come_again", come_again)
+    step(model, optimizer)
+    taken.append(SupersededError("another process has rank 0"))
+    assert model.save_checkpoint() == file_path(tmp_path, 0, 1)
+    assert (came, steps_saved(tmp_path)) == ([1], [1])
+    taken.append(SupersededError("another process has rank 0"))
+    step(model, optimizer)
+    assert caplog.messages == ["another process has rank 0"]
+    assert (came, model.stats().checkpoints_failed) == ([1, 1], 1)
+    step(model, optimizer)
+    assert (came, steps_saved(tmp_path)) == ([1, 1], [2, 1])
 
 
 @pytest.mark.parametrize(("given", "threads"), [(6, 4), (2, 2)])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gossipdp.protocol import exchange_rate as limits
 from gossipdp.protocol.exchange_rate import BURST, CEILING, HYSTERESIS, SPARE, ExchangeRate
-from gossipdp.protocol.messages import Accept, Busy, Envelope, ExchangeId, Free, Propose
+from gossipdp.protocol.messages import Accept, Busy, Cancel, Envelope, ExchangeId, Free, Propose
 from gossipdp.protocol.worker import Action
 
 STEP_S = 0.1
@@ -19,7 +19,6 @@ STEP_S = 0.1
 def rate_after(
     duration_s: float,
     *,
-    held_s: float = 0.0,
     processor_s: float = 0.0,
     arrays_s: float = 0.0,
     idle: tuple[float, ...] | None = None,
@@ -28,7 +27,7 @@ def rate_after(
     """Return a rate that has seen some equal exchanges; ``idle``: a core, the thread, l."""
     rate = ExchangeRate()
     for _ in range(limits.NUM_TO_KNOW):
-        rate.exchanged(duration_s, held_s)
+        rate.exchanged(duration_s)
         rate.took_processor(processor_s, arrays_s)
     if idle is not None:
         rate.saw_idle(*idle)
@@ -41,9 +40,6 @@ def rate_after(
     [
         ({"duration_s": 0.001}, CEILING, "ceiling"),
         ({"duration_s": 0.2}, 0.25, "link"),
-        # The worker's own limit, if without it the rate would be more than a quarter higher.
-        ({"duration_s": 0.2, "held_s": 0.041}, 0.25, "limit"),
-        ({"duration_s": 0.2, "held_s": 0.039}, 0.25, "link"),
         # What exchanges take while a core is idle is not taken from training.
         ({"duration_s": 0.001, "processor_s": 0.01, "idle": (0.0, 1.0)}, 0.5, "processor"),
         ({"duration_s": 0.001, "processor_s": 0.1, "idle": (0.9, 1.0)}, 0.5, "processor"),
@@ -91,12 +87,10 @@ def rate_of_the_text(
 ) -> tuple[float, set[str]]:
     """Return r by the equation of the module's text, and its bound: several if they are equal.
 
-    ``exchanges``: d, the part of it that was held back, p, q. ``looks``: c, i, l.
+    ``exchanges``: d, p, q. ``looks``: c, i, l.
     """
-    d, held, p, q = (median_of_last(each) for each in zip(*exchanges, strict=True))
-    most = {"ceiling": CEILING}
-    most |= {"limit": t / (2 * d)} if d > (1 - 1e-9) * HYSTERESIS * (d - held) else {}
-    most |= {"link": t / (2 * d)} if d < (1 + 1e-9) * HYSTERESIS * (d - held) else {}
+    d, p, q = (median_of_last(each) for each in zip(*exchanges, strict=True))
+    most = {"ceiling": CEILING, "link": t / (2 * d)}
     if looks:
         c, i, ran = (median_of_last(each) for each in zip(*looks, strict=True))
         taken = max((1 - c) * p, (1 - i) * q) / max(ran, 1e-3) / t
@@ -108,7 +102,7 @@ def rate_of_the_text(
 shares = st.floats(0.0, 1.0, allow_subnormal=False)
 costs_s = st.floats(1e-3, 10.0)
 measured = st.one_of(
-    st.tuples(st.just("exchange"), st.tuples(costs_s, shares, costs_s, shares)),
+    st.tuples(st.just("exchange"), st.tuples(costs_s, costs_s, shares)),
     st.tuples(st.just("look"), st.tuples(shares, shares, shares)),
     st.tuples(st.just("step"), st.one_of(costs_s, costs_s, st.none())),
 )
@@ -123,10 +117,10 @@ def test_the_rate_is_that_of_the_text_for_the_medians_of_what_was_measured_last(
     for kind, value in events:
         before = rate.rate, rate.bound
         if kind == "exchange":
-            duration_s, held, processor_s, arrays = value
-            exchanges.append((duration_s, held * duration_s, processor_s, processor_s * arrays))
-            rate.exchanged(*exchanges[-1][:2])
-            rate.took_processor(processor_s, processor_s - exchanges[-1][3])
+            duration_s, processor_s, arrays = value
+            exchanges.append((duration_s, processor_s, processor_s * arrays))
+            rate.exchanged(duration_s)
+            rate.took_processor(processor_s, processor_s - exchanges[-1][2])
         elif kind == "look":
             looks.append(value)
             rate.saw_idle(*value)
@@ -191,6 +185,20 @@ def test_a_worker_that_cannot_afford_more_says_busy_and_then_free():
     assert opens_at == pytest.approx(now + STEP_S / (SPARE * rate.rate))
     assert said(worker.poll(opens_at - 1e-3)) == []
     assert said(worker.poll(opens_at), 0) == [Free()]
+
+
+def test_an_exchange_that_is_withdrawn_before_its_first_chunk_costs_nothing():
+    rate = rate_after(0.2)
+    worker = make_worker(0, 2, exchange_rate=rate)
+    worker.poll(100.0)
+    for _ in range(int(BURST) - 1):
+        rate.began(100.0)
+    for number in range(3):  # each is the last one that it can afford
+        (answer,) = said(worker.receive(0, ask(0, number), 100.0), 0)
+        assert isinstance(answer, Accept)
+        worker.receive(0, Envelope(Cancel(answer.id)), 100.0)
+        worker.poll(worker.next_deadline())
+    assert rate.opens_at(100.0) == 100.0
 
 
 def test_while_it_cannot_afford_more_its_own_demands_wait_too():

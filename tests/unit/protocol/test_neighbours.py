@@ -56,7 +56,7 @@ def test_of_whom_nothing_is_known_counts_as_live():
 def test_whoever_does_not_take_part_is_left_out(status):
     neighbourhood, view = make(), members(r1=status)
     neighbourhood.review(view)
-    rebuilt = neighbourhood.rebuild(view, 5.0, has_ended=False)
+    rebuilt = neighbourhood.rebuild(view, 5.0)
     seven = LiveGraph(RING).constants({0, 2, 3, 4, 5, 6, 7})
     assert rebuilt.neighbours == {2, 7} == neighbourhood.place.rates.keys()
     assert rebuilt.dead == ({1} if status is Status.DEAD else set())
@@ -71,7 +71,7 @@ def test_a_burst_of_deaths_is_followed_once_an_interval():
     neighbourhood = make()
     neighbourhood.review(members(r1=Status.DEAD))
     assert neighbourhood.next_deadline() <= 5.0
-    neighbourhood.rebuild(members(r1=Status.DEAD), 5.0, has_ended=False)
+    neighbourhood.rebuild(members(r1=Status.DEAD), 5.0)
     neighbourhood.review(members(r1=Status.DEAD, r2=Status.DEAD))
     assert neighbourhood.next_deadline() == 5.0 + REBUILD_INTERVAL_S
     neighbourhood.review(members(r1=Status.DEAD, r2=Status.ALIVE))
@@ -91,23 +91,15 @@ def test_the_old_graph_holds_while_the_next_is_worked_out_elsewhere():
     for view in (members(r1=Status.DEAD), members(r1=Status.DEAD, r2=Status.DEAD)):
         neighbourhood.review(view)
         assert neighbourhood.next_deadline() <= now
-        assert neighbourhood.rebuild(view, now, has_ended=False) is None
+        assert neighbourhood.rebuild(view, now) is None
         assert neighbourhood.place.rates == RING.neighbours(0)
         assert now < neighbourhood.next_deadline() <= now + REBUILD_INTERVAL_S
         now += 1.0
     assert len(asked) == 2
     results.update({key: function() for key, function in asked})
     first, second = results.values()
-    rebuilt = neighbourhood.rebuild(view, now, has_ended=False)
+    rebuilt = neighbourhood.rebuild(view, now)
     assert rebuilt.neighbours == {3, 7}
     assert neighbourhood.place == second
     assert second.alpha_tilde != first.alpha_tilde
     assert neighbourhood.next_deadline() == math.inf
-
-
-def test_after_the_exchanges_neighbours_alone_are_worked_out():
-    neighbourhood, view = make(), members(r1=Status.LEFT)
-    neighbourhood.review(view)
-    rebuilt = neighbourhood.rebuild(view, 5.0, has_ended=True)
-    assert rebuilt.neighbours == {2, 7}
-    assert neighbourhood.place.alpha_tilde == RING.alpha_tilde

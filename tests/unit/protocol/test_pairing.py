@@ -263,5 +263,5 @@ def test_one_exchange_in_four_carries_moments_and_more_where_these_are_rare(
             number += 1
             if moments.now():
                 carrying.append(number)
-            moments.began(moments.now())
+            moments.exchanged(moments.now())
     assert {after - before for before, after in itertools.pairwise(carrying)} == {between}

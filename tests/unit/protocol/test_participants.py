@@ -1,5 +1,6 @@
 """Members that are left out or passed over, seen from one worker's consolidation machine."""
 
+import msgspec
 import pytest
 from consolidation import begin, begun, epoch, process, ticks, view, worker
 
@@ -72,6 +73,20 @@ def test_a_leader_waits_for_those_that_train_as_long_as_was_asked():
     assert machine.left_out == {}
     ticks(machine, 1)
     assert set(machine.left_out) == {0}
+
+
+def test_the_end_of_the_leaders_wait_is_that_of_all():
+    """Else a worker that was done later waits longer, gives nothing meanwhile, and is left out."""
+    leader, machine = worker(0), worker(1)
+    for each in (leader, machine):
+        assert each.review(view(3, worker2=Status.ALIVE)) == []
+    assert machine.receive(0, begin(1, 0, 1)) == []
+    assert not machine.has_begun, "a mean is computed over all"
+    leader.waits_for_all = False
+    (late,) = begun(leader.review(view(3, worker2=Status.ALIVE)))
+    machine.receive(0, msgspec.structs.replace(late, epoch=epoch(2)))
+    assert machine.has_begun
+    assert not machine.waits_for_all
 
 
 def test_who_has_a_leader_begin_anew_again_and_again_is_left_out():

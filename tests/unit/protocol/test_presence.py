@@ -82,7 +82,7 @@ class Watcher:
         """Look at the links, then hear of records."""
         self.presence.look(now)
         self.membership.merge_all(records)
-        return of_type(self.presence.review(now, has_changed=True, has_ended=False), Notice)
+        return of_type(self.presence.review(now, has_changed=True), Notice)
 
 
 # Process id 0: the worker is known by its address alone. Two of them have been restarted twice.
@@ -204,8 +204,8 @@ def after_a_sleep(
     if heard_s is not None:
         watcher.presence.heard(2, heard_s)
     watcher.membership.merge_all(ended)
-    actions = watcher.presence.review(9.0, has_changed=True, has_ended=True)
-    actions += watcher.presence.review(9.1, has_changed=False, has_ended=True)
+    actions = watcher.presence.review(9.0, has_changed=True)
+    actions += watcher.presence.review(9.1, has_changed=False)
     return of_type(actions, LeftBehind)
 
 
@@ -228,7 +228,7 @@ def test_one_that_has_left_itself_is_not_left_behind():
     watcher.presence.slept(2.0, 6.0)
     watcher.membership.set_status(Status.LEFT)
     watcher.membership.merge(Member(1, 0, 101, Status.LEFT))
-    actions = watcher.presence.review(7.0, has_changed=True, has_ended=True)
+    actions = watcher.presence.review(7.0, has_changed=True)
     assert of_type(actions, LeftBehind) == []
 
 

@@ -12,7 +12,7 @@ from gossipdp.protocol.actions import Begin, Send, Stop, Unlink
 from gossipdp.protocol.members import Status
 from gossipdp.protocol.pairing import Exchanging, Idle, Proposing
 from gossipdp.protocol.peers import FIRST_WAIT_S
-from gossipdp.protocol.worker import WorkerProtocol
+from gossipdp.protocol.worker import Action, WorkerProtocol
 
 
 def ask_others(worker: WorkerProtocol, now: float) -> Proposing:
@@ -101,6 +101,19 @@ def test_who_does_not_answer_is_left_out_until_it_does_and_keeps_its_link():
     late = worker.receive(first.peer, say.Envelope(say.Accept(first.id, 0.5)), 0.2 + FIRST_WAIT_S)
     assert said(late) == [say.Cancel(first.id)]
     assert worker.pairing.available.keys() == {0, 2}
+
+
+def test_a_proposal_waits_from_when_it_leaves_however_long_ago_its_step_ended():
+    """Else a gossip thread that comes late withdraws it at once, and leaves out a healthy peer."""
+    worker, now, actions = make_worker(0, 2), 0.0, list[Action]()
+    while not any(isinstance(message, say.Propose) for message in said(actions)):
+        now += 1.0
+        for peer in (0, 2):
+            worker.heard(peer, now)
+        actions = worker.step(1, now, now - FIRST_WAIT_S)
+    for waited, num_unanswered in ((0.0, 0), (0.99, 0), (1.01, 1)):
+        worker.poll(now + waited * FIRST_WAIT_S)
+        assert worker.proposals_unanswered == num_unanswered
 
 
 def test_a_free_that_is_not_answered_keeps_nobody_else_waiting():

@@ -140,6 +140,67 @@ def test_the_average_goes_on_without_one_whose_training_hangs():
     assert worker.answer_joiner().is_ending
 
 
+@pytest.mark.parametrize("status", [Status.ALIVE, Status.DONE])
+def test_an_exchange_with_one_that_still_trains_keeps_nobody_out_of_the_average(status):
+    """It may take long; the leader leaves out a member that gives nothing for 2.5 time-outs."""
+    worker, trains = make_worker(0, 2), status is Status.ALIVE
+    dead = (member(rank, Status.DEAD) for rank in (3, 4, 5))
+    worker.receive(0, tell(member(0, Status.DONE), *dead), 0.1)
+    worker.done(0.2)
+    worker.receive(2, ask(2), 0.3)
+    worker.receive(2, tell(member(2, status)), 0.4)
+    begin = say.BeginEpoch(say.Epoch(1, 0, 70), ((0, 70), (1, 71)), None, waits_for_all=False)
+    actions = worker.receive(0, say.Envelope(begin), 0.5)
+    assert [stop.peer for stop in of_type(actions, Stop)] == ([2] if trains else [])
+    assert worker.consolidation.has_begun is trains
+    worker.finished(ask(2).message.id, 0.6)
+    assert worker.consolidation.has_begun
+
+
+def test_a_leader_whose_wait_is_over_ends_its_exchange_with_one_that_still_trains():
+    worker = make_worker(0, 2)
+    dead = (member(rank, Status.DEAD) for rank in (3, 4, 5))
+    worker.receive(2, tell(member(2, Status.DONE), *dead), 0.1)
+    worker.done(1.0, wait_s=2.0)
+    worker.receive(0, ask(0), 2.9)
+    actions = run(worker, 2.9, 3.1, [0, 2])
+    assert [stop.peer for stop in of_type(actions, Stop)] == [0]
+    (begun,) = (each for each in said(actions, 2) if isinstance(each, say.BeginEpoch))
+    assert not begun.waits_for_all
+
+
+@pytest.mark.parametrize("meanwhile", ["time passes", "another link is lost"])
+def test_a_wait_that_ends_within_an_exchange_begins_no_average_before_its_end(meanwhile):
+    """The peer is done, and has ended its half: what is still to be applied here counts."""
+    worker = make_worker(0, 2)
+    worker.receive(0, tell(*(member(rank, Status.DEAD) for rank in (3, 4, 5))), 0.1)
+    worker.done(1.0, wait_s=2.0)
+    worker.receive(2, ask(2), 2.9)
+    worker.receive(0, tell(member(2, Status.DONE)), 2.95)
+    actions = run(worker, 2.95, 3.2, [0, 2])
+    if meanwhile == "another link is lost":
+        actions += worker.link_down(0, 3.3)
+    actions += run(worker, 3.3, 6.0, [0, 2])
+    assert of_type(actions, Stop) == []
+    assert not worker.consolidation.has_begun
+    actions = worker.finished(ask(2).message.id, 6.1)
+    (begun,) = (each for each in said(actions, 2) if isinstance(each, say.BeginEpoch))
+    assert [rank for rank, _ in begun.members] == [1, 2]
+
+
+def test_a_sleep_is_no_part_of_the_wait_for_those_that_still_train():
+    """When a machine wakes, the others that slept on it would be left out at once."""
+    worker = make_worker(0, 2)
+    worker.receive(0, tell(*(member(rank, Status.DEAD) for rank in (3, 4, 5))), 0.1)
+    worker.receive(2, tell(member(2, Status.DONE)), 0.1)
+    worker.done(1.0, wait_s=30.0)
+    run(worker, 1.0, 11.0, [0, 2])
+    run(worker, 3611.0, 3630.0, [0, 2])
+    assert not worker.consolidation.has_begun
+    run(worker, 3630.0, 3632.0, [0, 2])
+    assert worker.consolidation.has_begun
+
+
 # --- nothing that others say makes a message too long --------------------------------------
 
 MAX_CONTROL_BYTES = 1 << 20  # of a frame

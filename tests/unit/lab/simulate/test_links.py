@@ -30,9 +30,7 @@ def run(scenario: Scenario, method: str = "a2cid2") -> Trace:
     return run_links(scenario, method, lambda share: None)
 
 
-@pytest.mark.parametrize(
-    ("method", "scenario"), [("a2cid2", TRAINING), ("gossip", SMALL), ("released", SMALL)]
-)
+@pytest.mark.parametrize(("method", "scenario"), [("a2cid2", TRAINING), ("gossip", SMALL)])
 def test_same_seed_same_digest(method, scenario):
     links = LinkModel(Link(0.01, bytes_per_s=2e3), jitter=0.5)
     busy = replace(scenario, compute_time=LognormalTime(spread=0.3), links=links)
