@@ -157,7 +157,7 @@ def test_tuning_widens_the_grid_until_the_best_rate_is_within_and_keeps_it(capsy
     monkeypatch.setattr(race_script, "race", fake)
     monkeypatch.setattr(RowName, "missing", lambda self: None)
     tune(Race(tune="rates", rows="ddp"), Runs(None, None))
-    assert [each.learning_rate for each in fake.asked] == [0.005, 0.01, 0.02, 0.04, 0.08]
+    assert [each.learning_rate for each in fake.asked] == [0.01, 0.005, 0.02, 0.04, 0.08]
     assert "0.04: 3.000" in capsys.readouterr().out
     tune(Race(tune="restarts", rows="ddp_torchft,gossipdp"), Runs(None, None))
     chosen = Race(rows="ddp,ddp_torchft").choices  # a later call finds them

@@ -202,19 +202,20 @@ def test_a_checkpoint_holds_what_exchanges_have_brought(wrap):
 
 
 def test_a_checkpoint_after_a_load_loses_nothing_that_exchanges_have_brought(wrap):
-    """The optimizer reads other memory until its next step, after which that is added."""
-    net = make_net()
-    optimizer = ADAMW(net.parameters())
+    """The optimizer reads other memory until its next step, with which that is added."""
+    plain, net = make_net(), make_net()
+    theirs, optimizer = ADAMW(plain.parameters()), ADAMW(net.parameters())
     model = wrap(net, optimizer)
+    train(plain, theirs, 5)
     train(model, optimizer, 5)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     give(model, 3.0)
     loaded = [value.clone() for value in kept(optimizer)]
     model._worker.capture()
     torch.testing.assert_close(kept(optimizer), loaded, rtol=0, atol=0)
+    train(plain, theirs, 1, seed=2)
     train(model, optimizer, 1, seed=2)
-    expected = [averaged(own, 3.0, age=6) for own in kept(optimizer)]
-    model._worker.capture()
+    expected = [averaged(own, 3.0, age=6) for own in kept(theirs)]
     torch.testing.assert_close(kept(optimizer), expected)
 
 
