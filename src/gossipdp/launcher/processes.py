@@ -97,6 +97,7 @@ class SupervisedWorker:
         consolidated: it holds the average at the end of the run.
         saves: it takes a last checkpoint when it is ended, as it said last at ``saves_s``.
         missed_end: the run became complete without this worker.
+        delay_s: from its latest failure to its next life.
         endings: of its former lives, and of this one once it has failed.
     """
 
@@ -105,7 +106,7 @@ class SupervisedWorker:
         self.processes: list[WorkerProcess] = []
         self.begun: set[int] = set()
         self.trains = self.consolidated = self.saves = self.missed_end = False
-        self.saves_s = 0.0
+        self.saves_s = self.delay_s = 0.0
         self.endings: tuple[Ending, ...] = ()
         self._running: dict[int, WorkerProcess] = {}
         self._store: HostedStore | None = None
@@ -128,6 +129,7 @@ class SupervisedWorker:
         ``start_process`` starts a process with these variables; what it raises leaves none.
         """
         self.close()
+        self.trains = self.consolidated = self.saves = False
         num_shards, processes = len(plan.join_infos), list[WorkerProcess]()
         lives = (self.rank, len(self.endings)) if rejoins else None
         with ExitStack() as started:
@@ -145,7 +147,6 @@ class SupervisedWorker:
             started.pop_all()
         self.processes, self._store, self._running = processes, store, dict(enumerate(processes))
         self.begun, self._failure, self._is_ending = set(), None, False
-        self.trains = self.consolidated = self.saves = False
 
     def waits_for(self) -> list[object]:
         return [thing for each in self._running.values() for thing in each.waits_for()]

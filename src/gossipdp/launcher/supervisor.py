@@ -362,13 +362,13 @@ class Supervisor:
         if self.is_complete and not worker.consolidated and may_restart:
             self._miss_end(worker, ending.reason)
             return
-        # 2**7 · 0.1 exceeds the cap; a larger power would only overflow one day.
-        delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(len(worker.endings), 7))
+        doubled_s = 0.0 if worker.trains else 2 * worker.delay_s
+        worker.delay_s = min(MAX_DELAY_S, max(FIRST_DELAY_S, doubled_s))
         worker.endings += (ending,)
         failure = Failure(worker.rank, worker.endings, process_id, is_injected)
         if may_restart and not self.is_complete:
             self._num_restarts_left -= 1
-            self._due[worker] = now + delay_s, failure
+            self._due[worker] = now + worker.delay_s, failure
         else:
             self.failures.append(failure)
         self._on_failure(failure)

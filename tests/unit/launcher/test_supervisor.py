@@ -392,7 +392,7 @@ def test_a_limit_of_descriptors_that_is_lowered_ends_no_worker(make, monkeypatch
     assert (setting.restarted, setting.running) == ([(0, 1.2)], {0, 1, 2})
 
 
-def test_the_delay_doubles_up_to_its_cap_and_each_worker_has_its_own(make):
+def test_the_delay_doubles_with_each_life_without_a_step_up_to_its_cap(make):
     setting = make(begun=True, max_restarts=99)
 
     def delay(local_rank: int) -> float:
@@ -408,8 +408,18 @@ def test_the_delay_doubles_up_to_its_cap_and_each_worker_has_its_own(make):
 
     expected = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, *3 * [supervision.MAX_DELAY_S]]
     assert [delay(0) for _ in range(10)] == pytest.approx(expected, abs=0.06)
-    assert delay(1) == pytest.approx(0.1, abs=0.06)
+    assert delay(1) == pytest.approx(0.1, abs=0.06)  # each worker has its own
     assert setting.workers[0].environment.num_restarts == 10
+    setting.workers[0].report(trains=True)
+    assert [delay(0), delay(0)] == pytest.approx([0.1, 0.2], abs=0.06)
+    setting.workers[0].report(trains=True)
+    setting.num_start_failures = 1
+    assert delay(0) == pytest.approx(0.1, abs=0.06)
+    num_starts = len(setting.restarted)
+    setting.step(setting.now + 0.15)  # nor has a start that failed made a step
+    assert len(setting.restarted) == num_starts
+    setting.step(setting.now + 0.1)
+    assert len(setting.restarted) == num_starts + 1
 
 
 def test_the_budget_is_common_to_all_workers(make):
