@@ -99,7 +99,6 @@ def test_what_a_dead_worker_left_behind_ends_with_it(tmp_path):
     wait_until_gone([int(path.read_text())])
 
 
-@pytest.mark.processes
 def test_process_1_reaps_what_a_dead_worker_left_behind():
     """It inherits orphans, as a subreaper does (prctl(2)), and is not their first parent."""
     prctl, set_child_subreaper = ctypes.CDLL(None).prctl, 36
