@@ -175,7 +175,7 @@ def test_the_threads_of_the_table_are_those_that_are_started():
 # Lines and files of each room: the room itself is ".", its top folders follow.
 BUDGET: dict[str, dict[str, tuple[int, int]]] = {
     "src/gossipdp": {
-        ".": (402, 5), "cli": (1063, 6), "dynamics": (2531, 10), "gossip": (2609, 11),
+        ".": (402, 5), "cli": (1063, 6), "dynamics": (2530, 10), "gossip": (2609, 11),
         "graph": (568, 3), "integrations": (573, 5), "launcher": (3346, 13), "links": (2885, 11),
         "observe": (1632, 7), "parallel": (7340, 23), "protocol": (5197, 17),
     },
@@ -187,7 +187,7 @@ BUDGET: dict[str, dict[str, tuple[int, int]]] = {
         ".": (238, 1), "benchmarks": (1554, 13), "browser": (95, 1), "chaos": (1209, 5),
         "clusters": (365, 2), "fuzz": (664, 3), "integration": (3378, 23), "mutants": (1635, 7),
         "property": (1505, 8), "simulation": (948, 6), "support": (4614, 34),
-        "unit": (25002, 123),
+        "unit": (25003, 123),
     },
     "benchmarks": {
         ".": (5425, 18), "reproduction": (1084, 6), "support": (2925, 15),

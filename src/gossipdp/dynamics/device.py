@@ -391,14 +391,13 @@ class _Event(Mark):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # The host sleeps rather than spins, as it would with ``torch.Event`` (torch 2.11).
-        self._cuda: Any = torch.cuda
-        self._event = self._cuda.Event(blocking=True)
+        self._event = torch.cuda.Event(blocking=True)
 
     def leave(self) -> None:
-        self._event.record(self._cuda.current_stream(self._device))
+        self._event.record(torch.cuda.current_stream(self._device))
 
     def precede(self) -> None:
-        self._cuda.current_stream(self._device).wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def wait(self) -> None:
         self._event.synchronize()

@@ -40,6 +40,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: 
         optimizer.step()
 
 
+def train_twins(wrap: Any, steps: int) -> tuple[Any, Any, Any, Any]:
+    """Train a net alone and an equal one under the wrapper; return each with its optimizer."""
+    plain, net = make_net(), make_net()
+    theirs, ours = ADAMW(plain.parameters()), ADAMW(net.parameters())
+    model = wrap(net, ours)
+    train(plain, theirs, steps)
+    train(model, ours, steps)
+    return plain, theirs, model, ours
+
+
 def kept(optimizer: torch.optim.Optimizer, name: str = "exp_avg_sq") -> list[Tensor]:
     return [state[name] for state in optimizer.state.values()]
 
@@ -173,11 +183,7 @@ def test_a_loaded_state_waits_for_the_snapshot_that_is_being_taken(wrap):
 
 
 def test_a_saved_state_holds_nothing_else_and_copies_stand_alone(wrap):
-    plain, net = make_net(), make_net()
-    theirs, ours = ADAMW(plain.parameters()), ADAMW(net.parameters())
-    model = wrap(net, ours)
-    train(plain, theirs, 2)
-    train(model, ours, 2)
+    _, theirs, model, ours = train_twins(wrap, 2)
     sizes = []
     for optimizer in (theirs, ours):
         file = io.BytesIO()
@@ -203,11 +209,7 @@ def test_a_checkpoint_holds_what_exchanges_have_brought(wrap):
 
 def test_a_checkpoint_after_a_load_loses_nothing_that_exchanges_have_brought(wrap):
     """The optimizer reads other memory until its next step, with which that is added."""
-    plain, net = make_net(), make_net()
-    theirs, optimizer = ADAMW(plain.parameters()), ADAMW(net.parameters())
-    model = wrap(net, optimizer)
-    train(plain, theirs, 5)
-    train(model, optimizer, 5)
+    plain, theirs, model, optimizer = train_twins(wrap, 5)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     give(model, 3.0)
     loaded = [value.clone() for value in kept(optimizer)]
