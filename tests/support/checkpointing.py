@@ -15,6 +15,11 @@ from gossipdp.parallel.checkpointer import Write
 ONES = torch.ones(1, 3)
 
 
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    """Return an SGD of the trainable parameters of a module."""
+    return torch.optim.SGD([each for each in module.parameters() if each.requires_grad], 0.1)
+
+
 def step(
     model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor = ONES, *, times: int = 1
 ) -> None:

@@ -1,12 +1,7 @@
 """Fixtures that several of these tests share."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
-import torch
-from checkpointing import AtOnce
+from checkpointing import AtOnce, sgd
 from torch import nn
 
 from gossipdp import Checkpoints, GossipDataParallel
@@ -14,11 +9,11 @@ from gossipdp.parallel.checkpointer import Checkpointer
 
 
 @pytest.fixture
-def wrap() -> Iterator[Callable[..., GossipDataParallel]]:
+def wrap():
     """Wrap, and close at the end of the test."""
     models = []
 
-    def call(*args: Any, **kwargs: Any) -> GossipDataParallel:
+    def call(*args, **kwargs):
         models.append(GossipDataParallel(*args, **kwargs))
         return models[-1]
 
@@ -28,34 +23,27 @@ def wrap() -> Iterator[Callable[..., GossipDataParallel]]:
 
 
 @pytest.fixture
-def wrap_sgd(wrap: Callable[..., GossipDataParallel]) -> Callable[..., Any]:
+def wrap_sgd(wrap):
     """Wrap a module with an SGD of its trainable parameters; return model and optimizer."""
 
-    def call(net: nn.Module, **options: Any) -> tuple[GossipDataParallel, torch.optim.Optimizer]:
-        optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1)
+    def call(net, **options):
+        optimizer = sgd(net)
         return wrap(net, optimizer, **options), optimizer
 
     return call
 
 
 @pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def at_once(monkeypatch):
     """Let writes end at once: steps of tests are shorter, and would put off the next checkpoint."""
     monkeypatch.setattr(Checkpointer, "make_writer", AtOnce)
 
 
 @pytest.fixture
-def linear(wrap_sgd: Callable[..., Any]) -> Callable[..., Any]:
+def linear(wrap_sgd):
     """Wrap ``nn.Linear(3, 2)``, saved as the first arguments say; return model and optimizer."""
 
-    def call(
-        directory: Path | None = None,
-        every_steps: int | None = None,
-        *,
-        keep: int = 3,
-        resume: str | None = None,
-        **options: Any,
-    ) -> tuple[GossipDataParallel, torch.optim.Optimizer]:
+    def call(directory=None, every_steps=None, *, keep=3, resume=None, **options):
         saving = Checkpoints(directory, every_steps, keep, resume)
         return wrap_sgd(nn.Linear(3, 2), checkpoints=saving, **options)
 

@@ -8,10 +8,7 @@ import signal
 import stat
 import threading
 import time
-import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import checkpointing
 import pytest
@@ -75,13 +72,8 @@ def test_two_writers_of_one_path_do_not_meet(tmp_path):
         one.write(b", and more")
     assert path.read_bytes() == b"one, and more"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_file_has_the_permissions_that_others_have(tmp_path):
     (tmp_path / "other").touch()
-    with written_whole(tmp_path / "file"):
-        pass
-    assert (tmp_path / "file").stat().st_mode == (tmp_path / "other").stat().st_mode
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode, "as others have"
 
 
 def test_a_writer_whose_file_is_removed_leaves_the_old_one(tmp_path):
@@ -106,13 +98,13 @@ def break_writes(patch: pytest.MonkeyPatch, error: Exception) -> None:
 
     real = Path.open
 
-    def open_(path: Path, mode: str = "r", **rest: Any) -> object:
+    def open_(path, mode="r", **rest):
         return Broken(path, "xb") if mode == "xb" else real(path, mode, **rest)
 
     patch.setattr(Path, "open", open_)
 
 
-FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+FAULTS = {
     "write": lambda patch: break_writes(patch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
     "fsync": lambda patch: patch.setattr(os, "fsync", full),
     "rename": lambda patch: patch.setattr(Path, "replace", full),
@@ -148,14 +140,10 @@ def test_each_piece_is_on_the_disk_before_the_next(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
     assert [size - sizes[1][0] + 8 for size, _ in sizes[1:]] == [8, 16, 24, 32, 40]
     assert [count for _, count in sizes] == [0, 1, 2, 3, 4, 5]
-
-
-def test_small_tensors_are_on_the_disk_piece_by_piece_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_files, "PIECE_BYTES", 8)
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fdatasync", synced.append)
-    write_tensors(tmp_path / "file.safetensors", {name: torch.ones(1) for name in "abcdef"}, {})
-    assert len(synced) == 3
+    synced.clear()
+    small = {name: torch.ones(1) for name in "abcdef"}
+    write_tensors(tmp_path / "file.safetensors", small, {})
+    assert len(synced) == 3, "two small tensors are a piece"
 
 
 def test_a_file_system_that_synchronizes_no_directory_will_do(tmp_path, monkeypatch):
@@ -180,19 +168,16 @@ def test_a_directory_that_cannot_be_used_is_said_at_wrapping(linear, tmp_path, m
         linear(tmp_path / where)
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_one_run_at_a_time_uses_a_directory_and_the_dead_keep_it_from_nobody(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_files, "LOOKS", 3)
     ready, tell = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that this process has threads
-        holder = os.fork()
-        if holder == 0:
-            with in_use(tmp_path, "first"):
-                loader = os.fork()
-                if loader:
-                    os.write(tell, str(loader).encode())
-                time.sleep(60)
-                os._exit(0)
+    if (holder := os.fork()) == 0:
+        with in_use(tmp_path, "first"):
+            if loader := os.fork():
+                os.write(tell, str(loader).encode())
+            time.sleep(60)
+            os._exit(0)
     loader = int(os.read(ready, 20))
     try:
         with in_use(tmp_path, "first"), in_use(tmp_path, "of another model"):
@@ -231,7 +216,7 @@ def test_the_old_checkpoint_goes_when_the_new_one_is_durable(linear, tmp_path, m
     for owner, name in ((os, "fsync"), (Path, "replace"), (Path, "unlink")):
         real = getattr(owner, name)
 
-        def noted(what: Any, *rest: Any, name: str = name, real: Any = real, **named: Any) -> Any:
+        def noted(what, *rest, name=name, real=real, **named):
             path = Path(os.readlink(f"/proc/self/fd/{what}")) if isinstance(what, int) else what
             events.append((name, "directory" if path.is_dir() else path.name[:14]))
             return real(what, *rest, **named)

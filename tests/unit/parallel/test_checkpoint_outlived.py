@@ -1,7 +1,6 @@
 """Which checkpoints the run has left behind, and what a resumed run makes of them."""
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -17,10 +16,14 @@ from gossipdp.protocol.actions import Notice
 from gossipdp.protocol.members import Member, Progress, ProgressEntry, Status
 
 
-def facts(rank: int, samples: int, **changes: Any) -> Facts:
-    """Return the facts of a worker that knows of its own samples alone, in steps of 8."""
-    steps = samples // 8
-    heard = (ProgressEntry(rank, 70 + rank, samples, steps),)
+def heard_of(rank: int, samples: int) -> ProgressEntry:
+    """Return what is known of a worker, in steps of 8."""
+    return ProgressEntry(rank, 70 + rank, samples, samples // 8)
+
+
+def facts(rank: int, samples: int, **changes: object) -> Facts:
+    """Return the facts of a worker that knows of its own samples alone."""
+    steps, heard = samples // 8, (heard_of(rank, samples),)
     plain = Facts(rank, 2, steps, steps, samples, heard, gossipdp="", run_id="first")
     return msgspec.structs.replace(plain, **changes)
 
@@ -88,9 +91,8 @@ def save(directory: Path, facts: Facts, value: float) -> None:
 def resumed(directory: Path, rank: int, world_size: int) -> Resumption:
     replica = Replica(Environment(rank=rank, world_size=world_size))
     layout = checkpoint.layout_of({"w": torch.ones(3), "queue": torch.ones(2)})
-    found = checkpoint.find_resumption(
-        Checkpoints(directory, resume="auto"), layout, {"w"}, replica
-    )
+    saving = Checkpoints(directory, resume="auto")
+    found = checkpoint.find_resumption(saving, layout, {"w"}, replica)
     assert found is not None
     return found
 
@@ -189,10 +191,6 @@ def test_the_file_of_a_worker_that_had_joined_is_not_averaged_into_a_later_run(t
         save(tmp_path, facts(rank, 8000, run_id="second", ended=ended), 3.0)
     for rank in range(3):
         assert (resumed(tmp_path, rank, 3).tensors["model/w"] == 4.0).all()
-
-
-def heard_of(rank: int, samples: int) -> ProgressEntry:
-    return ProgressEntry(rank, 70 + rank, samples, samples // 8)
 
 
 @pytest.mark.parametrize(("ended", "counted"), [((), 80), (((1, 0),), 160)])

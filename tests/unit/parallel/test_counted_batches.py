@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
 
 import pytest
 import torch
@@ -98,13 +97,6 @@ def test_a_nested_tensor_counts_its_parts(linear):
     assert (model.stats().samples, model.stats().gradient_steps) == (10, 2)
 
 
-def test_a_batch_that_cannot_be_counted_may_be_of_a_given_size(linear):
-    given, optimizer = linear(budget_samples=6, counting=Counting(samples_per_step=3))
-    for _ in given.batches(["abc"]):
-        step(given.module, optimizer)
-    assert given.stats().gradient_steps == 2
-
-
 def test_a_loop_that_counts_nothing_is_an_error_or_a_warning(linear, caplog):
     model, optimizer = linear(budget_samples=100)
     step(model.module, optimizer, torch.ones(4, 3), times=2)
@@ -122,17 +114,18 @@ class OfTexts(nn.Linear):
         return super().forward(torch.ones(len(texts), 3))
 
 
-def test_a_batch_without_a_tensor_in_a_loop_of_ones_own_is_no_single_sample(wrap_sgd):
-    texts: Any = ["some", "text"]
+def test_a_batch_without_a_tensor_is_no_single_sample_and_may_be_of_a_given_size(wrap_sgd):
+    texts = ["some", "text"]
     model, optimizer = wrap_sgd(OfTexts(3, 2), budget_samples=100)
     step(model, optimizer, texts, times=2)
     assert model.stats().samples == 0
     with pytest.raises(RuntimeError, match=r"not one sample was counted.*\(samples_per_step="):
         step(model, optimizer, texts)
     counting = Counting(samples_per_step=2)
-    model, optimizer = wrap_sgd(OfTexts(3, 2), budget_samples=100, counting=counting)
-    step(model, optimizer, texts, times=4)
-    assert model.stats().samples == 8
+    model, optimizer = wrap_sgd(OfTexts(3, 2), budget_samples=8, counting=counting)
+    for batch in model.batches([texts]):
+        step(model, optimizer, batch)
+    assert (model.stats().samples, model.stats().gradient_steps) == (8, 4)
 
 
 def test_a_loop_that_never_steps_is_told_so_once(linear, caplog):
@@ -149,22 +142,17 @@ def others_train(model: GossipDataParallel, times: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(worker, "total_samples", lambda: times * worker.stats().samples)
 
 
-def test_a_schedule_follows_the_run_from_the_first_step_of_one_that_comes_late(linear, monkeypatch):
+def test_a_schedule_follows_the_run_until_the_script_sets_a_rate(linear, monkeypatch):
+    """From the first step of a worker that comes late; not in the next training of the script."""
     model, optimizer = linear()
     monkeypatch.setattr(model._worker, "total_samples", lambda: 90)
     schedule = ProgressLR(optimizer, model, "linear")
     assert schedule.get_last_lr() == [0.1], "nothing says where the run ends"
-    model.epochs(DataLoader(torch.ones(25, 3), 5), 4)
+    loader = DataLoader(torch.ones(25, 3), 5)
+    model.epochs(loader, 4)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
-
-
-def test_a_schedule_sets_no_rate_that_the_script_has_set_since(linear):
-    """As for the next training, whose rate is constant, after a schedule that ended at 0."""
-    model, optimizer = linear()
-    schedule = ProgressLR(optimizer, lambda: 1.0, "linear")
-    assert schedule.get_last_lr() == [0.0]
     optimizer.param_groups[0]["lr"] = 1e-3
-    model.epochs(DataLoader(torch.ones(25, 3), 5), 4)
+    model.epochs(loader, 4)
     assert optimizer.param_groups[0]["lr"] == 1e-3
 
 

@@ -4,15 +4,14 @@ import copy
 import gc
 import io
 import logging
-import subprocess
-import sys
 import threading
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from checkpointing import step
+from checkpointing import sgd, step
+from run_processes import run_python
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,10 +20,6 @@ from gossipdp.dynamics.state import State
 from gossipdp.errors import ModelChangedError
 from gossipdp.parallel import worker as worker_module
 from gossipdp.parallel.hooks import warn_of_step_counters
-
-
-def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), 0.1)
 
 
 def test_an_optimizer_that_was_not_wrapped_is_an_error_at_its_first_step(wrap):
@@ -200,8 +195,7 @@ def test_the_module_can_be_saved_and_copied_whole(wrap_sgd, tmp_path, monkeypatc
         mean.update_parameters(model)
     torch.save(model.module, tmp_path / "net.pt")
     loaded = torch.load(tmp_path / "net.pt", weights_only=False)
-    command = [sys.executable, "-c", WITHOUT_US]
-    there = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+    there = run_python("-c", WITHOUT_US, cwd=tmp_path, check=True)
     assert there.stdout == "<All keys matched successfully> 10\n"
     for other in (loaded, copy.deepcopy(model.module), copy.deepcopy(model)):
         assert not isinstance(other, GossipDataParallel)

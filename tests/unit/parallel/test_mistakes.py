@@ -4,7 +4,6 @@ import contextlib
 import pkgutil
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,15 +51,9 @@ def with_a_view_of_its_weight() -> nn.Module:
     return net
 
 
-def with_a_sparse_buffer(*, persistent: bool = True) -> nn.Module:
+def with_a_buffer(values: torch.Tensor) -> nn.Module:
     net = nn.Linear(2, 2)
-    net.register_buffer("adjacency", torch.eye(2).to_sparse(), persistent=persistent)
-    return net
-
-
-def with_a_buffer(dtype: torch.dtype) -> nn.Module:
-    net = nn.Linear(2, 2)
-    net.register_buffer("phases", torch.zeros(2, dtype=dtype))
+    net.register_buffer("phases", values.clone())
     return net
 
 
@@ -71,6 +64,7 @@ def with_float8() -> nn.Module:
     return net
 
 
+SPARSE, COMPLEX = torch.eye(2).to_sparse(), torch.zeros(2, dtype=torch.complex128)
 NET, OTHER = nn.Linear(3, 2), nn.Linear(2, 2)
 FROZEN = nn.Linear(3, 2).requires_grad_(False)
 LOADER = [torch.ones(4, 2)]
@@ -112,13 +106,13 @@ SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
         (lambda: wrap(nn.Linear(3, 2, dtype=torch.complex64)), "real view"),
         (lambda: wrap(with_float8(), exchange=Exchange(frozen=True)), r"without Exchange\(fr"),
         (lambda: wrap(nn.Linear(3, 2, device="meta")), "on meta.*CPU before wrapping"),
-        (lambda: wrap(with_a_sparse_buffer()), r"'adjacency' is torch\.sparse_coo.*persistent=Fal"),
+        (lambda: wrap(with_a_buffer(SPARSE)), r"'phases' is torch\.sparse_coo.*persistent=False"),
         (lambda: wrap(pieces_of_one_tensor(10)), "'first' and 'second' lie in the same memory"),
         (lambda: wrap(pieces_of_one_tensor(1)), "'first' and 'second' lie in the same memory"),
         (lambda: wrap(with_a_view_of_its_weight()), "'weight' and 'turned' lie|'turned' and 'wei"),
         (lambda: wrap(nn.Linear(2, 1).share_memory()), "'weight' lies in memory that processes"),
         (
-            lambda: wrap(with_a_buffer(torch.complex128), checkpoints=Checkpoints("d")),
+            lambda: wrap(with_a_buffer(COMPLEX), checkpoints=Checkpoints("d")),
             r"module\['phases'\] is a tensor of torch\.complex128, which cannot be saved: change",
         ),
         (lambda: Monitor(status_port=65536), r"status_port is 65536; it must be in 0\.\.65535"),
@@ -166,7 +160,6 @@ def twice(model: GossipDataParallel) -> None:
 
 BUDGET = {"budget_samples": 4}
 ONE_LOSS = r"log\(loss=\.\.\.\) takes one number, not "
-PLAIN_VALUES = r"log\(rate=\.{3}\) takes numbers and te"
 
 
 @pytest.mark.parametrize(
@@ -187,11 +180,9 @@ PLAIN_VALUES = r"log\(rate=\.{3}\) takes numbers and te"
         ({}, lambda m: m.save_averaged("model.bin"), r"let it end in \.pt, \.pth or \.safetensors"),
         ({}, twice, "'schedule' is saved with the checkpoints already"),
         ({}, lambda m: m.log(loss=torch.zeros(2)), ONE_LOSS),
-        ({}, lambda m: m.log(loss=np.zeros(2)), ONE_LOSS),
         ({}, lambda m: m.log(loss="small"), ONE_LOSS),
         ({}, lambda m: m.log(loss=[0.5]), ONE_LOSS),
-        ({}, lambda m: m.log(rate=torch.tensor(0.5)), PLAIN_VALUES),
-        ({}, lambda m: m.log(rate=[0.1]), PLAIN_VALUES),
+        ({}, lambda m: m.log(rate=torch.tensor(0.5)), r"log\(rate=\.{3}\) takes numbers and te"),
         ({}, lambda m: m.log(steps=10**400), r"log\(steps=.* takes whole numbers of at most 64"),
     ],
 )
@@ -232,9 +223,9 @@ def test_what_only_the_module_has_is_said_to_be_there(linear):
 
 
 def test_pieces_of_one_tensor_and_views_of_constants_are_no_mistake(tmp_path):
-    for net in (pieces_of_one_tensor(0), with_a_buffer(torch.complex64)):
+    for net in (pieces_of_one_tensor(0), with_a_buffer(COMPLEX.to(torch.complex64))):
         GossipDataParallel(net, sgd(net), checkpoints=Checkpoints(tmp_path)).close()
-    net = with_a_buffer(torch.complex128)
+    net = with_a_buffer(COMPLEX)
     GossipDataParallel(net, sgd(net)).close()
 
 
