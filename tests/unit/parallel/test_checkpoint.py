@@ -26,20 +26,20 @@ OPTIMIZERS = {
 
 @pytest.fixture
 def run(wrap):
-    """``run(directory, **options)``: a script that trains and gives its losses and end state.
+    """``run(place, **options)``: a script that trains and gives its losses and end state.
 
     ``stop_after`` steps it is cut off without a word, as by a kill.
     """
 
     def script(
-        directory, optimizer="sgd", shuffles=True, stop_after=None, resume="auto", every=4, **options
+        place, optimizer="sgd", shuffles=True, stop_after=None, resume="auto", every=4, **options
     ):
         for seed in (random.seed, numpy.random.seed, torch.manual_seed):
             seed(0)
         data = TensorDataset(torch.randn(54, 2, 5, 5), torch.randint(0, 3, (54,)))
         net = Net().to(memory_format=torch.channels_last)
         made = OPTIMIZERS[optimizer](p for p in net.parameters() if p.requires_grad)
-        saving = directory and Checkpoints(directory, every, resume=resume)
+        saving = place and Checkpoints(place, every, resume=resume)
         options |= {"budget_samples": 6 * NUM_STEPS, "counting": Counting(samples_per_step=6)}
         model = wrap(net, made, checkpoints=saving, **options)
         schedule = torch.optim.lr_scheduler.MultiStepLR(made, [5, 9], 0.5)

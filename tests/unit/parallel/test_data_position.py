@@ -3,9 +3,7 @@
 import itertools
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy
 import pytest
@@ -64,7 +62,7 @@ class ListedBatches:
 class DrawnBatches:
     """Draws each batch when it is asked for one, from NumPy's numbers."""
 
-    def __init__(self, numbers: Any) -> None:
+    def __init__(self, numbers) -> None:
         self.numbers = numbers
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -86,7 +84,7 @@ SAMPLED = {
 }
 
 
-def make_loader(order: str, *, has_generator: bool = False, **options: Any) -> DataLoader[Tensor]:
+def make_loader(order, has_generator=False, **options):
     generator = torch.Generator().manual_seed(17) if has_generator else None
     made = {"generator": generator, **SAMPLED[order](generator), **options}
     if "batch_sampler" not in made:
@@ -95,14 +93,14 @@ def make_loader(order: str, *, has_generator: bool = False, **options: Any) -> D
 
 
 @pytest.fixture
-def train(tmp_path: Path, wrap: Any, at_once: None) -> Any:
+def train(tmp_path, wrap, at_once):
     """``train(loader, ...)``: a script that goes on where it was saved, if it was.
 
     It saves after ``save_at`` steps, and gives the numbers of the samples of each step.
     """
     seeds = itertools.count()
 
-    def script(loader: Any, save_at: int | None = None, loop: str = "batches") -> list[list[float]]:
+    def script(loader, save_at=None, loop="batches"):
         seed = next(seeds)  # so that nothing of one run is in the next by chance
         for seeded in (random.seed, numpy.random.seed, torch.manual_seed):
             seeded(seed)
@@ -116,7 +114,7 @@ def train(tmp_path: Path, wrap: Any, at_once: None) -> Any:
         else:
             epochs = model.epochs(loader, NUM_STEPS * BATCH // NUM_SAMPLES, samples=NUM_SAMPLES)
             batches = itertools.chain.from_iterable(each for _, each in epochs)
-        seen: list[list[float]] = []
+        seen = []
         if save_at == 0:
             model.save_checkpoint()
             batches = iter(())
@@ -134,7 +132,7 @@ def train(tmp_path: Path, wrap: Any, at_once: None) -> Any:
     return script
 
 
-WORKERS: dict[str, dict[str, Any]] = {
+WORKERS = {
     "no workers": {},
     "workers": {"num_workers": 2},
     "persistent workers": {"num_workers": 2, "persistent_workers": True},
@@ -167,13 +165,10 @@ ROWS = [
 @pytest.mark.parametrize("row", ROWS)
 def test_every_loader_goes_on_where_it_was(train, row):
     order, workers, save_at, has_generator, loop = row
-
-    def make() -> Any:
-        return make_loader(order, has_generator=has_generator, **WORKERS[workers])
-
-    whole = train(make(), save_at, loop)
+    options = {"has_generator": has_generator, **WORKERS[workers]}
+    whole = train(make_loader(order, **options), save_at, loop)
     assert len(whole) >= 18
-    assert train(make(), loop=loop) == whole[save_at:]
+    assert train(make_loader(order, **options), loop=loop) == whole[save_at:]
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -2,9 +2,6 @@
 
 import errno
 import os
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,7 +11,6 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from gossipdp import GossipDataParallel
 from gossipdp.parallel.checkpoint_files import Average, write_average
 
 
@@ -36,7 +32,7 @@ class Net(mixed_net.Net):
 
 
 @pytest.fixture
-def make(wrap_sgd: Callable[..., Any]) -> Callable[..., GossipDataParallel]:
+def make(wrap_sgd):
     torch.manual_seed(0)
     return lambda extra=None: wrap_sgd(Net(extra))[0]
 
@@ -78,21 +74,12 @@ def assert_same(loaded: dict[str, Any], net: nn.Module) -> None:
 def test_the_average_of_more_samples_of_one_run_stays(tmp_path, caplog, name):
     """Of two sides of a cut network that both ended, whichever saves first."""
 
-    def save(
-        rank: int,
-        samples: int,
-        value: float,
-        *,
-        run_id: str = "a",
-        is_end: bool = True,
-        num_workers: int = 1,
-    ) -> Path:
+    def save(rank, samples, value, run_id="a", is_end=True, num_workers=1):
         average = Average(run_id, samples, rank, is_end, num_workers)
         return write_average(tmp_path / name, {"x": torch.full((3,), value)}, average)
 
-    def held(path: Path) -> float:
-        is_archive = path.suffix == ".pt"
-        load = partial(torch.load, weights_only=True) if is_archive else safetensors.torch.load_file
+    def held(path):
+        load = torch.load if path.suffix == ".pt" else safetensors.torch.load_file
         return float(load(path)["x"][0])
 
     path = save(3, samples=90, value=4.0, is_end=False)

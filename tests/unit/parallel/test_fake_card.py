@@ -1,13 +1,9 @@
 """A worker whose parameters are on a device: what it saves, resumes and averages."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from fake_card import CARD, FakeCard
+from fake_card import CARD
 from process_group import process_group
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +23,7 @@ class Net(nn.Module):
 
     def __init__(self, dtype: torch.dtype, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
-        place: dict[str, Any] = {"device": CARD, "dtype": dtype}
+        place = {"device": CARD, "dtype": dtype}
         trained = torch.zeros(50, 3, **place)
         if mesh is not None:
             trained = DTensor.from_local(trained, mesh, [Shard(0)], run_check=False)
@@ -45,11 +41,11 @@ def step(net: Net, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.fixture
-def started(card: FakeCard, wrap: Any, tmp_path: Path, monkeypatch: Any, at_once: None) -> Any:
+def started(card, wrap, tmp_path, monkeypatch, at_once):
     # One worker alone has no use for momentum.
     monkeypatch.setattr(State, "drop_momentum", lambda state: None)
 
-    def start(dtype: torch.dtype, mesh: DeviceMesh | None = None, **options: Any) -> Any:
+    def start(dtype, mesh=None, **options):
         net = Net(dtype, mesh)
         optimizer = torch.optim.AdamW([net.trained])
         saving = Checkpoints(tmp_path, resume="auto" if any(tmp_path.iterdir()) else None)
@@ -60,7 +56,7 @@ def started(card: FakeCard, wrap: Any, tmp_path: Path, monkeypatch: Any, at_once
 
 
 @pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
+def mesh():
     """Yield a mesh of this process alone: its shard is all there is."""
     with process_group("gloo", dist.HashStore(), 1):
         yield DeviceMesh("cuda", [0], _init_backend=False)
@@ -105,7 +101,7 @@ def test_the_main_thread_finishes_before_the_other_takes_over(card, started):
     """Rule 4; and before it reads chunk by chunk, so that the other waits for no step."""
     net, optimizer, model = started(torch.float32)
 
-    def finishes(use: Callable[[], object]) -> list[str]:
+    def finishes(use):
         card.finishes.clear()
         use()
         return card.finishes

@@ -40,11 +40,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: 
         optimizer.step()
 
 
-def train_twins(wrap: Any, steps: int) -> tuple[Any, Any, Any, Any]:
+def train_twins(wrap: Any, steps: int, lr: float = 1e-3, **options: Any) -> tuple[Any, ...]:
     """Train a net alone and an equal one under the wrapper; return each with its optimizer."""
     plain, net = make_net(), make_net()
-    theirs, ours = ADAMW(plain.parameters()), ADAMW(net.parameters())
-    model = wrap(net, ours)
+    theirs, ours = ADAMW(plain.parameters(), lr), ADAMW(net.parameters(), lr)
+    model = wrap(net, ours, **options)
     train(plain, theirs, steps)
     train(model, ours, steps)
     return plain, theirs, model, ours
@@ -67,13 +67,18 @@ def is_within(tensor: Tensor, segment: Segment) -> bool:
     return start <= tensor.data_ptr() < start + segment.x.nbytes
 
 
+def exchange(chunk: Any, value: float) -> tuple[float, Tensor]:
+    """Exchange with a worker that holds ``value`` everywhere; return distance and what was sent."""
+    sent = torch.empty_like(chunk.x)
+    chunk.snapshot(0.0, sent)
+    return chunk.exchange(0.0, sent, torch.full_like(sent, value), 0.5), sent
+
+
 def give(model: GossipDataParallel, value: float) -> None:
     """Exchange with a worker whose optimizer makes ``value`` of its moment everywhere."""
     for segment in moments_of(model):
         for chunk in segment.chunks:
-            out = torch.empty_like(chunk.x)
-            chunk.snapshot(0.0, out)
-            chunk.exchange(0.0, out, torch.full_like(out, value), 0.5)
+            exchange(chunk, value)
 
 
 def averaged(own: Tensor, value: float, age: int, decay: float = 0.999) -> Tensor:
@@ -116,18 +121,15 @@ def test_without_an_exchange_training_is_bitwise_the_plain_loop(wrap, make, choi
 @pytest.mark.parametrize("num_exchanges", [1, 3])
 def test_exchanges_reach_the_next_step_and_its_gradient_counts_whole(wrap, name, num_exchanges):
     """If they were added after it, 3 exchanges would leave an eighth of that step's gradient."""
-    plain, net = make_net(), make_net()
-    theirs, ours = (torch.optim.Adam(each.parameters(), 0.1) for each in (plain, net))
-    model = wrap(net, ours, exchange=Exchange(moments={name: 1}))
-    train(model, ours, 5)
-    train(plain, theirs, 5)
+    sent = Exchange(moments={name: 1})
+    plain, theirs, model, ours = train_twins(wrap, 5, lr=0.1, exchange=sent)
     for _ in range(num_exchanges):
         give(model, 0.5)
         for value in kept(theirs, name):
             value.copy_(averaged(value, 0.5, age=5, decay={"exp_avg": 0.9}.get(name, 0.999)))
     for each, optimizer in ((model, ours), (plain, theirs)):
         train(each, optimizer, 4, seed=2)
-    torch.testing.assert_close([*plain.parameters()], [*net.parameters()])
+    torch.testing.assert_close([*plain.parameters()], [*model.parameters()])
     torch.testing.assert_close(kept(theirs, name), kept(ours, name))
 
 
@@ -154,8 +156,7 @@ def test_while_a_loaded_state_is_taken_in_nothing_of_it_is_sent(wrap, monkeypatc
     assert sent
     assert not any(values.any() for values in sent)
     assert age_of(model) == 5000
-    out = torch.empty_like(chunk.x)
-    chunk.snapshot(0.0, out)
+    _, out = exchange(chunk, 1.0)
     held = chunk.x != 0.0
     torch.testing.assert_close(out[held], torch.ones_like(out[held]))
 
@@ -196,20 +197,14 @@ def test_a_saved_state_holds_nothing_else_and_copies_stand_alone(wrap):
     assert not any(value.any() for value in kept(ours))
 
 
-def test_a_checkpoint_holds_what_exchanges_have_brought(wrap):
-    net = make_net()
-    optimizer = ADAMW(net.parameters())
-    model = wrap(net, optimizer)
-    train(model, optimizer, 5)
-    before = [value.clone() for value in kept(optimizer)]
+def test_a_checkpoint_loses_nothing_that_exchanges_have_brought_even_after_a_load(wrap):
+    """Until its next step, with which that is added, the optimizer reads the loaded memory."""
+    plain, theirs, model, optimizer = train_twins(wrap, 5)
     give(model, 3.0)
     model._worker.capture()
-    torch.testing.assert_close(kept(optimizer), [averaged(old, 3.0, age=5) for old in before])
-
-
-def test_a_checkpoint_after_a_load_loses_nothing_that_exchanges_have_brought(wrap):
-    """The optimizer reads other memory until its next step, with which that is added."""
-    plain, theirs, model, optimizer = train_twins(wrap, 5)
+    for value in kept(theirs):
+        value.copy_(averaged(value, 3.0, age=5))
+    torch.testing.assert_close(kept(optimizer), kept(theirs))
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     give(model, 3.0)
     loaded = [value.clone() for value in kept(optimizer)]
@@ -276,9 +271,7 @@ def test_nothing_is_laid_out_for_what_no_optimizer_holds(wrap):
     assert sum(chunk.num_elements for chunk in model._worker._state.chunks) > segment.x.numel()
     before = [parameter.detach().clone() for parameter in net.parameters()]
     for chunk in model._worker._state.chunks:  # all is exchanged all the same
-        out = torch.empty_like(chunk.x)
-        chunk.snapshot(0.0, out)
-        chunk.exchange(0.0, out, torch.zeros_like(out), 0.5)
+        exchange(chunk, 0.0)
     stepped(optimizer, 1, gradient=0.0)
     halves = [old / 2 for old in before]
     torch.testing.assert_close([*net.parameters()], halves, rtol=0.01, atol=0)
@@ -390,11 +383,8 @@ def test_a_name_that_is_meant_for_another_optimizer_does_no_harm_to_an_unknown_o
     assert [each.levelname for each in caplog.records if line in each.getMessage()] == ["INFO"]
     first, second = moments_of(model)
     for segment, is_shared in ((first, True), (second, False)):
-        (chunk,) = segment.chunks
-        out = torch.empty_like(chunk.x)
-        chunk.snapshot(0.0, out)
-        assert chunk.exchange(0.0, out, torch.ones_like(out), 0.5) == 0.0
-        assert bool(out.any()) == is_shared
+        distance, sent = exchange(*segment.chunks, 1.0)
+        assert (distance, bool(sent.any())) == (0.0, is_shared)
     expected = [value + 1 for value in kept(unknown, "sum")]
     stepped(unknown, 1)
     torch.testing.assert_close(kept(unknown, "sum"), expected)
@@ -445,11 +435,9 @@ def test_after_one_huge_gradient_parameters_are_exchanged_as_before(wrap, caplog
     state = model._worker._state
     for _ in range(2):
         for chunk in state.carried([DEFAULT_PERIOD]):
-            out = torch.empty_like(chunk.x)
-            peers = torch.zeros_like(out)
-            chunk.snapshot(0.0, out)
-            assert math.isfinite(chunk.exchange(0.0, out, peers, 0.5))
-            assert out.isfinite().all()
+            distance, sent = exchange(chunk, 0.0)
+            assert math.isfinite(distance)
+            assert sent.isfinite().all()
         stepped(optimizer, 1)
     assert len(state.carried([DEFAULT_PERIOD])) > len(state.chunks)
     quarters = [old / 4 for old in before]

@@ -6,9 +6,7 @@ import signal
 import sys
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +20,8 @@ from gossipdp.parallel.checkpoint import file_path, read
 from gossipdp.parallel.termination import TERMINATION, Termination
 from gossipdp.protocol.actions import Notice
 
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+
 
 @pytest.fixture(autouse=True)
 def plain_sigterm():
@@ -33,7 +33,7 @@ def plain_sigterm():
 
 
 @pytest.fixture
-def terminable(plain_sigterm, linear, tmp_path: Path):
+def terminable(linear, tmp_path):
     return linear(tmp_path)
 
 
@@ -68,13 +68,13 @@ def test_sigterm_between_two_bodies_loses_no_step(terminable, tmp_path, budget, 
     model, optimizer = terminable
     model._worker.batches.budget_samples = budget
 
-    def loader() -> Iterator[torch.Tensor]:
+    def loader():
         for index in range(5):
             if index == signal_at:
                 terminate()
             yield torch.ones(1, 3)
 
-    def train() -> None:
+    def train():
         for _ in model.batches(loader()):
             step(model, optimizer)
         terminate()
@@ -109,7 +109,6 @@ def test_a_loop_that_does_not_get_there_is_ended_all_the_same(terminable, tmp_pa
     assert steps_saved(tmp_path) == []
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_loader_s_process_that_is_signalled_too_breaks_no_step(terminable, tmp_path, number):
     """Within the step torch would raise that it was killed."""
@@ -148,11 +147,9 @@ def test_a_signal_at_the_end_of_the_run_ends_the_process_at_once(terminable, tmp
     assert steps_saved(tmp_path) == [1], "taken before the wait for the average"
 
 
-def test_a_replica_of_several_goes_on_after_ctrl_c_as_one_process_does(
-    plain_sigterm, linear, tmp_path, monkeypatch
-):
+def test_a_replica_of_several_goes_on_after_ctrl_c_as_one_process_does(terminable, monkeypatch):
     """What its processes agreed on at the last step is that they end."""
-    model, optimizer = linear(tmp_path)
+    model, optimizer = terminable
     step(model, optimizer)
     terminate(signal.SIGINT)
     worker = model._worker
@@ -175,9 +172,9 @@ def test_who_ended_after_a_worker_was_asked_to_end_has_not_died(terminable, monk
     assert judged == [asked_s]
 
 
-def test_a_checkpoint_s_notices_are_as_new_as_its_members(linear, tmp_path, monkeypatch):
+def test_a_checkpoint_s_notices_are_as_new_as_its_members(terminable, monkeypatch):
     """However old the snapshot is: a death without a notice counts as one of long ago."""
-    model, _ = linear(tmp_path)
+    model, _ = terminable
     loop, judged = model._worker._loop, []
     notice = Notice(1, "lost", 5.0, 1)
     model._worker._call(lambda: setattr(loop, "_publish_due_s", math.inf))
@@ -204,13 +201,10 @@ def test_a_signal_that_comes_after_another_process_s_breaks_into_no_save(termina
     assert TERMINATION._again is None
 
 
-def end_of_child(body: Callable[[int], None], end: Callable[[int], None]) -> int:
+def end_of_child(body, end=lambda child: None) -> int:
     """Fork a child that runs ``body(pipe)``; once it has written there, ``end(pid)`` it."""
     ready, tell = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that this process has threads
-        child = os.fork()
-    if child == 0:
+    if (child := os.fork()) == 0:
         body(tell)
         os._exit(0)
     assert os.read(ready, 1) == b"x"
@@ -224,7 +218,7 @@ def end_of_child(body: Callable[[int], None], end: Callable[[int], None]) -> int
 def test_a_forked_child_ends_by_sigterm_at_once(terminable):
     """A loader's process is ended so, and waited for."""
 
-    def body(pipe: int) -> None:
+    def body(pipe):
         os.write(pipe, b"x")
         time.sleep(20)
 
@@ -234,14 +228,14 @@ def test_a_forked_child_ends_by_sigterm_at_once(terminable):
 def test_a_signal_that_no_model_answers_ends_the_process_when_the_last_is_closed(terminable):
     model, _ = terminable
 
-    def body(pipe: int) -> None:
+    def body(pipe):
         termination = Termination()
         termination.add(model._worker.checkpointer)
         terminate()
         os.write(pipe, b"x" if termination.was_asked else b"-")
         termination.remove(model._worker.checkpointer)
 
-    assert end_of_child(body, lambda _: None) == signal.SIGTERM
+    assert end_of_child(body) == signal.SIGTERM
 
 
 def test_a_handler_of_the_user_s_stays(linear, tmp_path):
@@ -282,34 +276,9 @@ def test_ctrl_c_is_a_notebook_s_own(terminable, monkeypatch):
     termination.remove(model._worker.checkpointer)
 
 
-class Pair:
-    """A generator and its critic, each wrapped by itself, as in a GAN's script."""
-
-    def __init__(self, wrap, directory: Path) -> None:
-        self.optimizers, self.models = [], []
-        self.places = [directory / "maker", directory / "critic"]
-        for place in self.places:
-            net = nn.Linear(3, 3)
-            self.optimizers.append(torch.optim.SGD(net.parameters(), 0.01, momentum=0.9))
-            saving = Checkpoints(place)
-            model = wrap(net, self.optimizers[-1], checkpoints=saving, budget_samples=50)
-            self.models.append(model)
-
-    def body(self, batch: torch.Tensor, *, signal_in: int | None = None) -> None:
-        """Pass once through the loop's body: a step of the maker, then one of the critic."""
-        maker, critic = self.models
-        for index, optimizer in enumerate(self.optimizers):
-            optimizer.zero_grad()
-            loss = critic(batch if index else maker(batch)).square().sum()
-            if index == signal_in:
-                terminate()
-            loss.backward()
-            optimizer.step()
-
-
-def test_two_models_in_one_directory_are_refused(plain_sigterm, linear, tmp_path):
+def test_two_models_in_one_directory_are_refused(terminable, linear, tmp_path):
     """Else the second one overwrites the first one's files."""
-    model, _ = linear(tmp_path)
+    model, _ = terminable
     with pytest.raises(ValueError, match="give each a directory of its own"):
         linear(tmp_path)
     model.close()
@@ -317,21 +286,38 @@ def test_two_models_in_one_directory_are_refused(plain_sigterm, linear, tmp_path
 
 
 @pytest.fixture
-def pair(plain_sigterm, wrap, tmp_path: Path):
-    return Pair(wrap, tmp_path)
+def pair(wrap, tmp_path):
+    """Wrap a generator and its critic, each by itself, as the script of a GAN does."""
+    places, nets = [tmp_path / "maker", tmp_path / "critic"], [nn.Linear(3, 3), nn.Linear(3, 3)]
+    optimizers = [torch.optim.SGD(net.parameters(), 0.01, momentum=0.9) for net in nets]
+    models = [
+        wrap(net, optimizer, checkpoints=Checkpoints(place), budget_samples=50)
+        for net, optimizer, place in zip(nets, optimizers, places, strict=True)
+    ]
+
+    def body(batch, signal_in=None):
+        """Pass once through the loop's body: a step of the maker, then one of the critic."""
+        for index, optimizer in enumerate(optimizers):
+            optimizer.zero_grad()
+            loss = models[1](batch if index else models[0](batch)).square().sum()
+            if index == signal_in:
+                terminate()
+            loss.backward()
+            optimizer.step()
+
+    return SimpleNamespace(places=places, models=models, body=body)
 
 
 @pytest.mark.parametrize("loop", [None, 0, 1])
 @pytest.mark.parametrize("signal_in", [0, 1])
 def test_one_sigterm_saves_all_models(pair, loop, signal_in):
     """All are saved at the end of the body: both have made as many steps, and none is half way."""
+    batches = [torch.ones(1, 3)] * 5
+    looped = batches if loop is None else pair.models[loop].batches(batches)
 
-    def train() -> None:
-        batches = [torch.ones(1, 3)] * 5
-        for number, batch in enumerate(
-            batches if loop is None else pair.models[loop].batches(batches)
-        ):
-            pair.body(batch, signal_in=signal_in if number == 1 else None)
+    def train():
+        for number, batch in enumerate(looped):
+            pair.body(batch, signal_in if number == 1 else None)
 
     with pytest.raises(SystemExit) as ended:
         train()
