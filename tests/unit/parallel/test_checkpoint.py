@@ -26,10 +26,7 @@ OPTIMIZERS = {
 
 @pytest.fixture
 def run(wrap):
-    """``run(place, **options)``: a script that trains and gives its losses and end state.
-
-    ``stop_after`` steps it is cut off without a word, as by a kill.
-    """
+    """``run(place, **options)``: losses, end state and model of a script, which may be killed."""
 
     def script(
         place, optimizer="sgd", shuffles=True, stop_after=None, resume="auto", every=4, **options

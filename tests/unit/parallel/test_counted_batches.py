@@ -9,10 +9,10 @@ import torch
 from checkpointing import step
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from gossipdp import Counting, GossipDataParallel, ProgressLR
+from gossipdp import Counting, ProgressLR
 
 
 @pytest.mark.parametrize(
@@ -136,12 +136,6 @@ def test_a_loop_that_never_steps_is_told_so_once(linear, caplog):
             step(model.module, optimizer, batch)
 
 
-def others_train(model: GossipDataParallel, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All workers together have trained on so many times the samples of this one."""
-    worker = model._worker
-    monkeypatch.setattr(worker, "total_samples", lambda: times * worker.stats().samples)
-
-
 def test_a_schedule_follows_the_run_until_the_script_sets_a_rate(linear, monkeypatch):
     """From the first step of a worker that comes late; not in the next training of the script."""
     model, optimizer = linear()
@@ -185,7 +179,7 @@ def test_a_script_may_go_on_after_an_error_of_its_loader(linear):
 
 def test_epochs_are_those_of_the_whole_run(linear, monkeypatch):
     model, optimizer = linear()
-    others_train(model, 3, monkeypatch)
+    monkeypatch.setattr(model._worker, "total_samples", lambda: 3 * model.stats().samples)
     numbers, progress = [], []
     for epoch, batches in model.epochs(DataLoader(torch.ones(24, 3), 4), 3):
         for inputs in batches:
@@ -209,7 +203,7 @@ def test_epochs_that_are_left_early_or_missed(linear, monkeypatch):
     model, optimizer = linear()
     assert (numbers(3, 1), model.stats().samples) == ([0, 1, 2], 12)
     model, optimizer = linear()
-    others_train(model, 5, monkeypatch)
+    monkeypatch.setattr(model._worker, "total_samples", lambda: 5 * model.stats().samples)
     assert numbers(8) == [0, 2, 5, 7], "the others are past those between"
 
 
@@ -229,17 +223,9 @@ def test_a_stop_ends_batches_and_epochs(linear):
     assert (epoch, model.stats().samples) == (1, 16)
 
 
-class Endless(IterableDataset[Tensor]):
-    """Does not know its length."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        while True:
-            yield torch.ones(3)
-
-
 def test_how_long_an_epoch_is_may_be_given(linear):
     model, optimizer = linear()
-    loader = DataLoader(Endless(), batch_size=4)
+    loader = type("Endless", (list,), {"dataset": object()})([torch.ones(4, 3)])
     with pytest.raises(ValueError, match=r"give epochs\(\.\.\., samples=\)"):
         model.epochs(loader, 2)
     for _, batches in model.epochs(loader, 2.0, samples=8.0):

@@ -94,10 +94,7 @@ def make_loader(order, has_generator=False, **options):
 
 @pytest.fixture
 def train(tmp_path, wrap, at_once):
-    """``train(loader, ...)``: a script that goes on where it was saved, if it was.
-
-    It saves after ``save_at`` steps, and gives the numbers of the samples of each step.
-    """
+    """The samples of each step of a script, which saves at ``save_at`` and goes on from there."""
     seeds = itertools.count()
 
     def script(loader, save_at=None, loop="batches"):

@@ -16,10 +16,7 @@ from gossipdp.protocol.exchange_rate import NUM_TO_KNOW
 
 
 class Net(nn.Module):
-    """A parameter that is trained, one that follows it, buffers of floats and integers.
-
-    With ``mesh`` the former is sharded over it.
-    """
+    """A parameter that is trained, sharded over ``mesh``, one that follows it, and buffers."""
 
     def __init__(self, dtype: torch.dtype, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
@@ -140,10 +137,7 @@ def test_an_exchange_on_a_card_takes_less_of_a_step(started):
 )
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_a_run_goes_on(started, request, dtype, *, before, after, is_sharded):
-    """Train, save, resume under another method; use all that touches the parameters.
-
-    The memory of a shard is that of the module, not the library's.
-    """
+    """Train, save, resume under another method; use all that touches the parameters."""
     mesh = request.getfixturevalue("mesh") if is_sharded else None
     net, optimizer, model = started(dtype, mesh, method=before)
     for _ in range(2):

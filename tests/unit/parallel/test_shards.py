@@ -1,7 +1,5 @@
 """Sharded modules in one process: a world of one, or a world of four that is only pretended."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,13 +26,13 @@ def make_net() -> nn.Sequential:
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
+def alone():
     with process_group("gloo", dist.HashStore(), 1):
         yield
 
 
 @pytest.fixture
-def four() -> Iterator[None]:
+def four():
     """Rank 0 of four processes that are not there; nothing may be said to them."""
     with process_group("fake", FakeStore(), 4):
         yield
@@ -72,25 +70,17 @@ def test_what_fsdp_has_gathered_is_no_new_parameter_and_none_of_the_base_is_miss
     net = fully_shard(nn.Sequential(nn.Linear(3, 40), nn.Linear(40, 1)))
     net[0].requires_grad_(False)
     model = wrap(net, torch.optim.SGD(net[1].parameters(), 0.1))
-    names = {"0.weight", "0.bias"}
-    assert model._worker.frozen_names() == names
-    with torch.no_grad():
-        net(torch.ones(1, 3))
-    assert model._worker.frozen_names() == names
-    with torch.no_grad():
-        net(torch.ones(1, 3))
+    for _ in range(2):
+        assert model._worker.frozen_names() == {"0.weight", "0.bias"}
+        with torch.no_grad():
+            net(torch.ones(1, 3))
     other = nn.Linear(1, 1)  # a module that is made after wrapping
     torch.optim.SGD(other.parameters(), 0.1).step()
-
-
-def test_forward_passes_after_the_end_are_of_the_average(alone, wrap):
-    net = fully_shard(nn.Linear(3, 1))
-    model = wrap(net, adamw(net))
     with torch.no_grad():
         net(torch.ones(1, 3))
-    assert not isinstance(net.weight, DTensor)
+    assert not isinstance(net[1].weight, DTensor)
     model.consolidate()
-    assert isinstance(net.weight, DTensor), "it gathers anew"
+    assert isinstance(net[1].weight, DTensor), "the next forward pass gathers the average"
 
 
 def test_roles_by_size_are_alike_in_all_processes_of_a_replica(four):
@@ -190,7 +180,7 @@ def test_tensor_parallelism_is_refused(four, is_sharded_too):
 
 
 def test_a_replica_adds_up_samples_and_knows_of_the_others_once(monkeypatch):
-    """Both processes have heard of the other replicas' samples: those of the first shard count."""
+    """Both processes have heard of the other replicas' samples: what the first shard says counts."""
     sent: list[torch.Tensor] = []
 
     def all_reduce(numbers: torch.Tensor, group: object) -> None:
@@ -198,11 +188,11 @@ def test_a_replica_adds_up_samples_and_knows_of_the_others_once(monkeypatch):
         numbers.copy_(torch.stack(sent).sum(dim=0))
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    given = [Agreed(samples=3, others_samples=50), Agreed(5, others_samples=48, is_stopped=True)]
+    given = [Agreed(3, 50, is_ending=True), Agreed(5, 48, is_stopped=True, is_lead=True)]
     for shard, own in enumerate(given):
-        replica = Replica(Environment(shard=shard, num_shards=2), group=object())  # type: ignore[arg-type]
+        replica = Replica(Environment(shard=shard, num_shards=2), group=object())
         agreed = replica.agree(own)
-    assert agreed == Agreed(samples=8, others_samples=50, is_stopped=True)
+    assert agreed == Agreed(8, others_samples=50, is_stopped=True, is_ending=True)
 
 
 def test_each_shard_has_files_of_its_own(tmp_path):

@@ -1,6 +1,5 @@
 """Taking and giving states, over a gossip thread that answers at once."""
 
-import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -10,34 +9,20 @@ import torch
 from torch import nn
 
 from gossipdp.dynamics.chunks import Role
-from gossipdp.dynamics.device import Device
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.errors import PeerLostError, RendezvousError
 from gossipdp.gossip.transfer import NoStateYetError, Offer, TurnedAwayError
 from gossipdp.parallel import training_state
 from gossipdp.parallel.training_state import Arriving, BetweenSteps
 
-RANK = 2
-TIMEOUT_S = 1.0
 
-
-def trained(learning_rate: float = 0.1, gradient: float = 1.0) -> torch.optim.Optimizer:
+def given(learning_rate: float, gradient: float = 1.0) -> Offer:
+    """Return the state of an AdamW after its first step, as its worker gives it."""
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([weight], lr=learning_rate)
     weight.grad = torch.full((3,), gradient)
     optimizer.step()
-    return optimizer
-
-
-def given(optimizer: torch.optim.Optimizer) -> Offer:
-    between, woken = BetweenSteps([optimizer]), threading.Event()
-    between.attach(Device().mark(), woken.set)
-    while (offer := between.offer("a request")) is None:
-        assert woken.wait(30.0)
-    return offer
-
-
-FOREIGN = Offer(b"of another program", [], lambda source, room: True)
+    return BetweenSteps([optimizer])._describe()
 
 
 def rate_of(state: Any) -> float:
@@ -54,13 +39,12 @@ class Peers:
         self.states: dict[int, list[Offer | Exception | None]] = {}
         self.asked: list[int] = []
         self.num_chunks_received = 0
-        self.protocol = SimpleNamespace(
-            rank=RANK, membership=SimpleNamespace(live=lambda: tuple(self.states))
-        )
+        membership = SimpleNamespace(live=lambda: tuple(self.states))
+        self.protocol = SimpleNamespace(rank=2, membership=membership)
         self.transfers = self
 
     def call(self, function: Any) -> Future[Any]:
-        done: Future[Any] = Future()
+        done = Future()
         done.set_result(function())
         return done
 
@@ -108,18 +92,20 @@ STATE = State([Segment(torch.ones(3), Role.TRAINED)])
 
 
 def take(peers: Any, *, is_start: bool = False) -> Any:
-    times = SimpleNamespace(timeout_s=TIMEOUT_S, start_timeout_s=5.0)
+    times = SimpleNamespace(timeout_s=1.0, start_timeout_s=5.0)
     return training_state.take_state(peers, peers, STATE, times, is_start=is_start)
 
 
 def test_the_nearest_gives_and_after_one_that_dies_the_next_gives_all(peers):
-    peers.states = {1: [PeerLostError("dead")], 7: [given(trained(0.5))], 4: [given(trained(0.25))]}
+    peers.states = {1: [PeerLostError("dead")], 7: [given(0.5)], 4: [given(0.25)]}
     assert (rate_of(take(peers)), peers.asked) == (0.25, [1, 4])
 
 
-@pytest.mark.parametrize("bad", [given(trained(0.5, float("nan"))), FOREIGN])
+@pytest.mark.parametrize(
+    "bad", [given(0.5, float("nan")), Offer(b"of another program", [], lambda *_: True)]
+)
 def test_a_poisoned_or_damaged_optimizers_state_is_not_taken(peers, bad):
-    peers.states = {1: [bad], 0: [given(trained(0.25))]}
+    peers.states = {1: [bad], 0: [given(0.25)]}
     assert rate_of(take(peers)) == 0.25
     with pytest.raises(PeerLostError, match="worker 1 cannot give its state"):
         training_state.fetch_state(peers, peers, 1, Arriving(1 << 20), 1.0)

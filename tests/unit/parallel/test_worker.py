@@ -2,12 +2,10 @@
 
 import dataclasses
 import os
-from collections.abc import Callable
 from contextlib import closing
 from itertools import count
 from random import Random
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -31,55 +29,40 @@ from gossipdp.protocol.messages import Accept, ExchangeId, Propose
 from gossipdp.protocol.neighbours import Fresh
 from gossipdp.protocol.pairing import Pairing
 
-
-class Paced:
-    """As much of a worker as keeps the pace; each of its turns does what the test says."""
-
-    def __init__(self, turn: Callable[[int], object]) -> None:
-        self.num_turns, self.turn = 0, turn
-        self.pairing = Pairing(rank=1, incarnation=0, policy=Fresh(Random(0)), alpha_tilde=0.5)
-        self.pairing.set_available({0: 1.0})
-        # Worker 0 asked for the exchange that runs: its end serves none of this worker's demands.
-        self.asked = Propose(ExchangeId(0, 0, 1), 0.5)
-        self.pairing.receive(0, self.asked)
-        for _ in range(MAX_LAG + 1):
-            self.pairing.tick()
-
-    def take(self) -> None:
-        self.num_turns += 1
-        assert self.num_turns < 10, "it waits for ever"
-        self.turn(self.num_turns)
-
-    def keep_pace(self) -> None:
-        protocol: Any = SimpleNamespace(pairing=self.pairing, neighbours=frozenset({0}))
-        thread: Any = SimpleNamespace(steps_behind=0, check=lambda: None)
-        Pace(Options(exchange=Exchange(pace="strict"))).wait(protocol, thread, self.take)
+ASKED = ExchangeId(0, 0, 1)
+"""Worker 0 asked for the exchange that runs: its end serves none of this worker's demands."""
 
 
-@pytest.fixture(autouse=True)
-def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "events",
+    [
+        {
+            2: lambda pairing: pairing.finished(ASKED),
+            4: lambda pairing: pairing.receive(0, Accept(pairing.state.id, 0.5)),
+            6: lambda pairing: pairing.finished(pairing.state.id),
+        },
+        {3: Pairing.close},  # it is poisoned meanwhile
+    ],
+)
+def test_strict_pace_waits_until_a_demand_is_served(monkeypatch, events):
+    """By turn; the last event ends the wait."""
     monkeypatch.setattr(pace, "TURN_WHILE_WAITING_S", 0.0)
+    pairing = Pairing(rank=1, incarnation=0, policy=Fresh(Random(0)), alpha_tilde=0.5)
+    pairing.set_available({0: 1.0})
+    pairing.receive(0, Propose(ASKED, 0.5))
+    for _ in range(MAX_LAG + 1):
+        pairing.tick()
+    turns = count(1)
 
+    def take():
+        turn = next(turns)
+        assert turn < 10, "it waits for ever"
+        events.get(turn, lambda _: None)(pairing)
 
-def test_strict_pace_waits_until_a_demand_is_served():
-    def turn(number: int) -> None:
-        if number == 2:
-            worker.pairing.finished(worker.asked.id)
-        elif number == 4:
-            state = worker.pairing.state
-            worker.pairing.receive(0, Accept(state.id, 0.5))
-        elif number == 6:
-            worker.pairing.finished(worker.pairing.state.id)
-
-    worker = Paced(turn)
-    worker.keep_pace()
-    assert worker.num_turns == 6
-
-
-def test_strict_pace_lets_go_of_a_worker_that_is_poisoned_meanwhile():
-    worker = Paced(lambda number: worker.pairing.close() if number == 3 else None)
-    worker.keep_pace()
-    assert worker.num_turns == 3
+    protocol = SimpleNamespace(pairing=pairing, neighbours=frozenset({0}))
+    thread = SimpleNamespace(steps_behind=0, check=lambda: None)
+    Pace(Options(exchange=Exchange(pace="strict"))).wait(protocol, thread, take)
+    assert next(turns) == max(events) + 1
 
 
 @pytest.mark.parametrize(
@@ -190,7 +173,7 @@ def test_a_joiner_whose_rank_was_taken_averages_under_another(linear, monkeypatc
     place, name = (worker, "_call") if when == "as it asks" else (worker._thread, "check")
     usual, before = getattr(place, name), [each.clone() for each in model.parameters()]
 
-    def once_refused(*given: Any) -> Any:
+    def once_refused(*given):
         if not came:
             raise SupersededError("another process has rank 0")
         return usual(*given)
@@ -206,14 +189,13 @@ def test_a_joiner_whose_rank_was_taken_averages_under_another(linear, monkeypatc
 def test_a_joiner_whose_rank_was_taken_saves_under_another(linear, monkeypatch, tmp_path, caplog):
     """At once if it is asked to; one that is due gives way to the step that takes a rank."""
     model, optimizer = linear(tmp_path, 1, keep=9)
-    worker, came = model._worker, []
-    taken: list[SupersededError] = []
+    worker, came, taken = model._worker, [], []
 
-    def check() -> None:
+    def check():
         for error in taken:
             raise error
 
-    def come_again(error: SupersededError) -> None:
+    def come_again(error):
         came.append(worker.step_number)
         taken.remove(error)
 
