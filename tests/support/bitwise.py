@@ -1,9 +1,18 @@
-"""A comparison of two nested states, to the bit."""
+"""Nested states: packed and unpacked, and compared to the bit."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from gossipdp.parallel.packing import pack, unpack
+
+
+def there_and_back(state: Any) -> Any:
+    """Pack a state and unpack it, as a file or a neighbour does."""
+    layout, tensors = pack(state)
+    rooms = iter([tensor.clone() for tensor in tensors])
+    return unpack(layout, lambda _: next(rooms))
 
 
 def assert_bitwise(one: Any, other: Any) -> None:

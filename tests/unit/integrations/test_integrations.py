@@ -3,7 +3,6 @@
 import importlib
 import os
 import sys
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -70,7 +69,7 @@ def test_those_that_join_have_seeds_of_their_own():
 
 
 @pytest.fixture
-def meeting() -> Iterator[Meeting]:
+def meeting():
     made = Meeting(3, "127.0.0.1")
     yield made
     made._plan.close()

@@ -5,9 +5,6 @@ Lightning takes seconds to import, so none of it is imported where tests are mer
 
 import functools
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,36 +15,36 @@ from gossipdp.launcher.environment import Environment
 from gossipdp.parallel.checkpoint import saved_steps
 
 
-def gossip_strategy(**options: Any) -> Any:
+def gossip_strategy(**options):
     from gossipdp.integrations.lightning import GossipStrategy
 
     return GossipStrategy(**options)
 
 
 @functools.cache
-def module_class() -> Any:
+def module_class():
     import lightning
 
     class Module(lightning.LightningModule):
         """Calls ``before_step(index)`` before each step."""
 
-        def __init__(self, before_step: Callable[[int], object] = lambda index: None) -> None:
+        def __init__(self, before_step=lambda index: None):
             super().__init__()
             torch.manual_seed(3)
             self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
             self.before_step = before_step
 
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        def training_step(self, batch, index):
             self.before_step(index)
             return self.layers(batch).square().mean()
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
+        def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
     return Module
 
 
-def fit(folder: Path, strategy: Any, module: nn.Module | None = None, **arguments: Any) -> Any:
+def fit(folder, strategy, module=None, **arguments):
     import lightning
 
     parts = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
@@ -67,7 +64,7 @@ def test_one_worker_is_lightning_alone(tmp_path, arguments):
     alone = fit(tmp_path, "auto", max_steps=7, **arguments).state_dict()
     strategy = gossip_strategy()
     with_us = fit(tmp_path, strategy, max_steps=7, **arguments).state_dict()
-    assert all(torch.equal(alone[name], with_us[name]) for name in alone)
+    torch.testing.assert_close(with_us, alone, rtol=0, atol=0)
     assert not torch.equal(alone["layers.0.weight"], module_class()().layers[0].weight)
     assert strategy.consolidated.gradient_steps == 7
 
@@ -85,11 +82,9 @@ def test_the_budget_ends_a_training_that_steps_its_optimizer_itself(tmp_path):
     class Manual(module_class()):
         """Steps the optimizer itself, below Lightning, and returns what is no loss."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
+        automatic_optimization = False
 
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        def training_step(self, batch, index):
             optimizer = self.optimizers(use_pl_optimizer=False)
             optimizer.zero_grad()
             outputs = self.layers(batch)
@@ -104,7 +99,7 @@ def test_the_budget_ends_a_training_that_steps_its_optimizer_itself(tmp_path):
 
 
 def test_an_error_in_training_ends_the_part_in_the_run(tmp_path):
-    def fail(index: int) -> None:
+    def fail(index):
         if index == 3:
             raise KeyError("the user's")
 
@@ -115,13 +110,13 @@ def test_an_error_in_training_ends_the_part_in_the_run(tmp_path):
         strategy.gossip.consolidate()
 
 
-def terminate(index: int) -> None:
+def terminate(index):
     if index == 2:
         signal.raise_signal(signal.SIGTERM)
 
 
 @pytest.fixture(autouse=True)
-def sigterm() -> Iterator[None]:
+def sigterm():
     """SIGTERM is as it comes, and waited for on a busy machine too."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
@@ -138,10 +133,11 @@ def test_sigterm_saves_between_two_steps_and_ends_the_worker(tmp_path):
 
 
 def test_a_user_s_handler_of_sigterm_is_left_alone(tmp_path):
-    def handle(number: int, frame: Any) -> None:
+    heard = []
+
+    def handle(number, frame):
         heard.append(number)
 
-    heard: list[int] = []
     signal.signal(signal.SIGTERM, handle)
     strategy = gossip_strategy(checkpoints=Checkpoints(tmp_path / "checkpoints"))
     with pytest.raises(SystemExit):
@@ -151,7 +147,7 @@ def test_a_user_s_handler_of_sigterm_is_left_alone(tmp_path):
 
 
 def test_without_checkpoints_sigterm_is_as_it_comes_while_training(tmp_path):
-    handlers: list[Any] = []
+    handlers = []
     module = module_class()(lambda index: handlers.append(signal.getsignal(signal.SIGTERM)))
     fit(tmp_path, gossip_strategy(), module, max_steps=2)
     assert handlers == [signal.SIG_DFL] * 2

@@ -4,9 +4,6 @@ Transformers takes seconds to import, so none of it is imported where tests are 
 """
 
 import copy
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from torch import nn
 from gossipdp import ProgressLR
 
 
-def gossip_callback(**options: Any) -> Any:
+def gossip_callback(**options):
     from gossipdp.integrations.transformers import GossipCallback
 
     return GossipCallback(**options)
@@ -31,7 +28,7 @@ class Model(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.layers(inputs), labels)}
 
 
-def trainer(folder: Path, *callbacks: Any, model: nn.Module | None = None, **options: Any) -> Any:
+def trainer(folder, *callbacks, model=None, optimizers=(None, None), **options):
     import transformers
 
     generator = torch.Generator().manual_seed(1)
@@ -39,7 +36,6 @@ def trainer(folder: Path, *callbacks: Any, model: nn.Module | None = None, **opt
         {"inputs": torch.randn(4, generator=generator), "labels": torch.tensor(n % 2)}
         for n in range(40)
     ]
-    optimizers = options.pop("optimizers", (None, None))
     args = transformers.TrainingArguments(
         str(folder), use_cpu=True, report_to="none", disable_tqdm=True,
         **{"max_steps": 7, "save_strategy": "no", **options},
@@ -50,17 +46,17 @@ def trainer(folder: Path, *callbacks: Any, model: nn.Module | None = None, **opt
     )  # fmt: skip
 
 
-def train(folder: Path, *callbacks: Any, **options: Any) -> nn.Module:
+def train(folder, *callbacks, **options) -> nn.Module:
     model = Model()
     trainer(folder, *callbacks, model=model, **options).train()
     return model
 
 
-def stepping(step: Callable[..., object]) -> Any:
+def stepping(step):
     import transformers
 
     class Stepping(transformers.TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        def on_step_end(self, args, state, control, **others):
             step(**others)
 
     return Stepping()
@@ -71,7 +67,7 @@ def test_one_worker_is_the_trainer_alone(tmp_path, arguments):
     alone = train(tmp_path, **arguments).state_dict()
     gossip = gossip_callback()
     with_us = train(tmp_path, gossip, **arguments).state_dict()
-    assert all(torch.equal(alone[name], with_us[name]) for name in alone)
+    torch.testing.assert_close(with_us, alone, rtol=0, atol=0)
     assert not torch.equal(alone["layers.0.weight"], Model().layers[0].weight)
     assert gossip.consolidated.gradient_steps == 7
 
@@ -87,7 +83,7 @@ def test_samples_are_counted_and_end_the_training(tmp_path):
 
 
 def test_copies_of_the_model_and_evaluations_are_not_counted(tmp_path):
-    def distil(model: nn.Module, **others: Any) -> None:
+    def distil(model, **others):
         teacher = copy.deepcopy(model)
         teacher(inputs=torch.ones(5, 4), labels=torch.zeros(5, dtype=torch.long))
 
@@ -97,13 +93,12 @@ def test_copies_of_the_model_and_evaluations_are_not_counted(tmp_path):
 
 
 def test_training_again_after_an_exception_ends_the_part_before(tmp_path):
-    def fail_once(**others: Any) -> None:
+    def fail_once(**others):
         wrappers.append(gossip.model)
         if len(wrappers) == 1:
             raise KeyError("the user's")
 
-    wrappers: list[Any] = []
-    gossip = gossip_callback()
+    wrappers, gossip = [], gossip_callback()
     trained = trainer(tmp_path, gossip, stepping(fail_once), max_steps=2)
     with pytest.raises(KeyError, match="the user's"):
         trained.train()
@@ -114,9 +109,8 @@ def test_training_again_after_an_exception_ends_the_part_before(tmp_path):
 
 
 def test_a_schedule_follows_the_whole_run(tmp_path):
-    rates: list[float] = []
     # The Trainer steps the optimizer that it is given, over a model of its own here.
-    model = Model()
+    rates, model = [], Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gossip = gossip_callback(budget_samples=64)
     note = stepping(lambda optimizer, **others: rates.append(optimizer.param_groups[0]["lr"]))
@@ -128,7 +122,6 @@ def test_a_schedule_follows_the_whole_run(tmp_path):
 def test_mistakes_are_refused(tmp_path):
     with pytest.raises(RuntimeError, match=r"Trainer.train\(\) makes it"):
         _ = gossip_callback().model
+    options = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
     with pytest.raises(ValueError, match="load_best_model_at_end"):
-        train(
-            tmp_path, gossip_callback(), load_best_model_at_end=True, metric_for_best_model="loss"
-        )
+        train(tmp_path, gossip_callback(), **options)

@@ -6,7 +6,6 @@ import io
 import logging
 import threading
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -22,13 +21,29 @@ from gossipdp.parallel import worker as worker_module
 from gossipdp.parallel.hooks import warn_of_step_counters
 
 
-def test_an_optimizer_that_was_not_wrapped_is_an_error_at_its_first_step(wrap):
+class Child(torch.optim.SGD):
+    """Twice what the parent does, and 1 on top of it, which is a part of the same step."""
+
+    within = staticmethod(lambda: None)
+
+    def step(self, closure=None):
+        super().step(closure)
+        loss = super().step()
+        self.within()
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].add_(1.0)
+        return loss
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Child])
+def test_an_optimizer_that_was_not_wrapped_is_an_error_at_its_first_step(wrap, kind):
     net = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
-    first, second = sgd(net[0]), sgd(net[1])
+    first, second = sgd(net[0]), kind(net[1].parameters(), 0.1)
     model = wrap(net, first)
     first.step()
     sgd(nn.Linear(2, 1)).step()  # of something else
-    with pytest.raises(RuntimeError, match=r"a SGD that was not wrapped .* \[first, second\]"):
+    message = rf"a {kind.__name__} that was not wrapped .* \[first, second\]"
+    with pytest.raises(RuntimeError, match=message):
         second.step()
     model.close()
     second.step()
@@ -41,14 +56,14 @@ class Shell(torch.optim.Optimizer):
         self.inner = inner
         super().__init__(inner.param_groups[0]["params"], {})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         self.inner.step()
 
 
 class Repeated(Shell):
     """Has no step of its own that was hooked into, around one that calls its parent's."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         super().step()
 
 
@@ -64,53 +79,33 @@ def test_a_shell_around_an_optimizer_may_be_wrapped_or_what_is_in_it(wrap, kind,
     assert model.stats().gradient_steps == 2
 
 
-class Child(torch.optim.SGD):
-    """Twice what the parent does, and 1 on top of it, which is a part of the same step."""
-
-    within: Any = staticmethod(lambda: None)
-
-    def step(self, closure: Any = None) -> Any:
-        super().step(closure)
-        loss = super().step()
-        self.within()
-        with torch.no_grad():
-            self.param_groups[0]["params"][0].add_(1.0)
-        return loss
-
-
-@pytest.mark.parametrize("is_wrapped", [True, False])
-def test_a_step_that_calls_its_parent_s_is_one_step(wrap, monkeypatch, is_wrapped):
+def test_a_step_that_calls_its_parent_s_is_one_step(wrap, monkeypatch):
     """Torch hooks into the classes one by one, as soon as there is an instance of each."""
     net = nn.Linear(2, 1, bias=False)
     sgd(nn.Linear(2, 1))
     child = Child(net.parameters(), 0.5)
-    model = wrap(net, child if is_wrapped else sgd(net))
+    model = wrap(net, child)
     boundary, seen, given = State.boundary, [], []
 
-    def watched(state: State, *args: Any, **kwargs: Any) -> int:
+    def watched(state, *args, **kwargs):
         seen.append(net.weight.detach().clone())
         return boundary(state, *args, **kwargs)
 
     monkeypatch.setattr(State, "boundary", watched)
     net.weight.grad = torch.full((1, 2), 2.0)
     expected = net.weight.detach() - 2 * 0.5 * 2.0 + 1.0
-    if is_wrapped:
-        stepping = model._worker.between_steps._stepping
-        child.within = lambda: given.append(not stepping)
-        for _ in range(2):
-            child.step()
-            given.append(not stepping)
-        assert given == 2 * [False, True], "no joiner gets the state within a step"
-        assert model.stats().gradient_steps == 2
-        torch.testing.assert_close(torch.stack(seen), torch.stack([expected, expected - 1.0]))
-        with pytest.raises(ZeroDivisionError):
-            child.step(lambda: 1 / 0)
+    stepping = model._worker.between_steps._stepping
+    child.within = lambda: given.append(not stepping)
+    for _ in range(2):
         child.step()
-        assert model.stats().gradient_steps == 3
-    else:
-        with pytest.raises(RuntimeError, match="a Child that was not wrapped"):
-            child.step()
-        torch.testing.assert_close(net.weight.detach(), expected)
+        given.append(not stepping)
+    assert given == 2 * [False, True], "no joiner gets the state within a step"
+    assert model.stats().gradient_steps == 2
+    torch.testing.assert_close(torch.stack(seen), torch.stack([expected, expected - 1.0]))
+    with pytest.raises(ZeroDivisionError):
+        child.step(lambda: 1 / 0)
+    child.step()
+    assert model.stats().gradient_steps == 3
 
 
 def test_a_closure_that_is_called_often_counts_its_samples_once(wrap):
@@ -119,7 +114,7 @@ def test_a_closure_that_is_called_often_counts_its_samples_once(wrap):
     model = wrap(net, optimizer)
     calls, parts = [], list(torch.randn(8, 2, 3))
 
-    def closure() -> Any:
+    def closure():
         optimizer.zero_grad()
         losses = [model(part).square().sum() for part in parts]
         sum(losses).backward()

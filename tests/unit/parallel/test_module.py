@@ -6,7 +6,6 @@ import re
 from contextlib import nullcontext
 from itertools import chain, product, repeat
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import DEFAULT, Mock, PropertyMock
 
 import pytest
@@ -334,7 +333,7 @@ def test_the_fingerprint_covers_how_optimizers_group_parameters(wrap):
 
 
 def test_what_all_workers_must_have_alike_is_told_to_the_others(linear):
-    def settings(**options: Any) -> Any:
+    def settings(**options):
         return linear(**options)[0]._worker.settings
 
     there, here = settings(), settings(method="gossip", comm_rate=2.0, wire_format="lattice8")

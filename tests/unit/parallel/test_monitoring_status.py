@@ -3,8 +3,6 @@
 import logging
 import math
 import re
-from collections.abc import Callable
-from typing import Any
 from urllib.request import urlopen
 
 import numpy as np
@@ -14,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from waiting import wait_until
 
-from gossipdp import Counting, GossipDataParallel, Monitor, Network
+from gossipdp import Counting, Monitor, Network
 from gossipdp.gossip.counters import Counters, metrics_of
 from gossipdp.launcher.environment import show_address
 from gossipdp.observe.server import Page, StatusPort
@@ -24,14 +22,12 @@ from gossipdp.parallel.stats import Stats
 from gossipdp.parallel.worker import Worker
 from gossipdp_lab.report.run_log import RunLog
 
-Make = Callable[..., tuple[GossipDataParallel, str]]
-
 
 @pytest.fixture
-def make(wrap_sgd: Callable[..., Any]) -> Make:
+def make(wrap_sgd):
     """Make a model that is closed in the end, and give its status address."""
 
-    def make_model(**options: Any) -> tuple[GossipDataParallel, str]:
+    def make_model(**options):
         model, _ = wrap_sgd(nn.Linear(4, 2), **options)
         page = model._worker.monitoring.page
         shows = page is not None and page._server is not None
@@ -40,7 +36,7 @@ def make(wrap_sgd: Callable[..., Any]) -> Make:
     return make_model
 
 
-def train(model: GossipDataParallel, steps: int) -> None:
+def train(model, steps):
     for _ in range(steps):
         model(torch.ones(8, 4)).sum().backward()
         model._worker.stepped(0)
@@ -89,7 +85,7 @@ def test_numbers_of_numpy_are_shown_and_logged_as_all_others(make, tmp_path):
 
 
 def test_a_metric_needs_no_other_place_than_its_field(make, tmp_path, monkeypatch):
-    counted: dict[str, Any] = {}
+    counted = {}
     for index, (name, metric) in enumerate(metrics_of(Counters).items()):
         value = f"as {name}" if metric.kind == "word" else 100 + index
         counted[name] = {7: value} if metric.label else value
@@ -106,8 +102,8 @@ def test_a_metric_needs_no_other_place_than_its_field(make, tmp_path, monkeypatc
     assert {name: getattr(last, name) for name in counted} == counted | own
     for name, metric in metrics_of(Counters).items():
         if metric.kind == "word":
-            pattern = rf'^gossipdp_{name}{{.*,word="as {name}"}} 1\.0$'
-            assert re.search(pattern, metrics, re.MULTILINE)
+            line = rf'^gossipdp_{name}{{.*,word="as {name}"}} 1\.0$'
+            assert re.search(line, metrics, re.MULTILINE)
             continue
         value = counted[name][7] if metric.label else counted[name]
         full_name = f"gossipdp_{name}_total" if metric.kind == "counter" else f"gossipdp_{name}"
@@ -115,7 +111,7 @@ def test_a_metric_needs_no_other_place_than_its_field(make, tmp_path, monkeypatc
         assert re.search(rf"^{full_name}{{.*}} {value}\.0$", metrics, re.MULTILINE), name
 
 
-def ask_anew(model: Any, address: str) -> Any:
+def ask_anew(model, address):
     """Without the page that was built just before."""
     model._worker.monitoring.page._server._built.clear()
     return ask(address)

@@ -2,13 +2,12 @@
 
 import contextlib
 from collections import Counter, OrderedDict
-from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from bitwise import assert_bitwise
+from bitwise import assert_bitwise, there_and_back
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.msgpack import Ext
@@ -26,12 +25,6 @@ def unpacked(layout: bytes, tensors: list[Tensor]) -> Any:
     """Unpack a state into these tensors; a further one finds no room."""
     rest = iter(tensors)
     return unpack(layout, lambda _: next(rest, torch.empty(0)))
-
-
-def there_and_back(state: Any) -> Any:
-    """Pack a state and unpack it, as a file or a neighbour does."""
-    layout, tensors = pack(state)
-    return unpacked(layout, [tensor.clone() for tensor in tensors])
 
 
 @st.composite
@@ -86,7 +79,6 @@ WITHIN_ITSELF.append(WITHIN_ITSELF)
     ("value", "message"),
     [
         ({1, 2}, r"state\['a'\]\[1\] is a builtins.set, which cannot be saved"),
-        (len, r"state\['a'\]\[1\] is a builtins.builtin_function"),
         ({(1, 2): 3}, r"a key of state\['a'\]\[1\] is a builtins.tuple"),
         (torch.ones(2).to_sparse(), r"state\['a'\]\[1\] is a torch.sparse_coo tensor"),
         (torch.ones(2, device="meta"), r"on meta, not dense data"),
@@ -95,7 +87,6 @@ WITHIN_ITSELF.append(WITHIN_ITSELF)
         ("\ud800", "surrogates"),
         (1j, r"builtins.complex"),
         ({1 << 64: 1}, r"a key of state\['a'\]\[1\] is a builtins.int, which cannot be saved"),
-        (b"bytes", r"builtins.bytes"),
         (WITHIN_ITSELF, "nested deeper than 64, or within itself"),
     ],
 )
@@ -136,7 +127,6 @@ TUPLE, COUNTER = Ext(Mark.TUPLE, b""), Ext(Mark.COUNTER, b"")
         (b"\xc1", "malformed"),
         (b"\x01\x02", "trailing"),
         ([b"bytes"], "a layout holds a bytes"),
-        (datetime.now(UTC), "a layout holds a datetime"),
         (Ext(77, b""), "a layout holds a Ext"),
         (Ext(Mark.INTEGER, bytes(258)), "a layout holds a Ext"),
         ([[], TUPLE], "a layout holds a Ext"),
@@ -168,7 +158,5 @@ def test_a_hostile_layout_is_refused(layout, message):
 def test_lengths_are_known_before_anything_is_allocated():
     with pytest.raises(ValueError, match="at most 16777216 are read"):
         unpacked(bytes(MAX_LAYOUT_BYTES + 1), [])
-    with pytest.raises(ValueError, match="takes more than 4095 bytes"):
-        Arriving(4095).unfold(msgspec.msgpack.encode([tensor(shape=[512]), tensor(shape=[512])]))
     with pytest.raises(ValueError, match="takes more than"):
         Arriving(1 << 40).unfold(msgspec.msgpack.encode(tensor(shape=[1 << 40])))

@@ -1,7 +1,6 @@
 """Learning rates that follow the progress of the run."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ def sgd(lr: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
 
 
-def factors(shape: Any, at: list[float], **options: Any) -> list[float]:
+def factors(shape, at, **options):
     schedule = ProgressLR(sgd(), lambda: 0.0, shape, **options)
     return [schedule.factor(progress) for progress in at]
 

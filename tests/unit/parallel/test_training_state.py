@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from bitwise import assert_bitwise
+from bitwise import assert_bitwise, there_and_back
 from calling_back import CallingLock
 from torch import Tensor, nn
 
@@ -15,13 +15,6 @@ from gossipdp.dynamics.device import Device
 from gossipdp.gossip.transfer import Offer
 from gossipdp.parallel import packing, training_state
 from gossipdp.parallel.training_state import Arriving, BetweenSteps, capture, restore
-
-
-def travelled(*optimizers: torch.optim.Optimizer) -> Any:
-    """Return their state as another worker receives it."""
-    layout, tensors = packing.pack(capture(optimizers))
-    rooms = iter([tensor.clone() for tensor in tensors])
-    return packing.unpack(layout, lambda _: next(rooms))
 
 
 class Keeper(torch.optim.Optimizer):
@@ -73,7 +66,7 @@ def stepped(name: str, steps: int) -> torch.optim.Optimizer:
 def test_optimizers_come_back_bitwise(name):
     torch.manual_seed(0)
     one, other = stepped(name, 4), stepped(name, 1)
-    restore(travelled(one), [other])
+    restore(there_and_back(capture([one])), [other])
     assert_bitwise(other.state_dict(), one.state_dict())
 
 
