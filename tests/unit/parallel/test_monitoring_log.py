@@ -119,15 +119,11 @@ def test_a_log_s_disk_that_hangs_holds_up_no_end(tmp_path, monkeypatch):
     assert read(tmp_path).last_values()["number"] == 999
 
 
-def test_the_secret_is_not_logged(tmp_path):
-    train(tmp_path, network=Network(secret="hush-hush-hush-hush")).close()
-    assert b"hush" not in worker_file(tmp_path, 0).read_bytes()
-
-
-def test_the_variable_does_as_the_argument(tmp_path, monkeypatch):
+def test_the_variable_does_as_the_argument_and_the_secret_is_not_logged(tmp_path, monkeypatch):
     monkeypatch.setenv("GOSSIPDP_LOG_DIR", str(tmp_path))
-    train(None).close()
+    train(None, network=Network(secret="hush-hush-hush-hush")).close()
     assert read(tmp_path).counts[-1].gradient_steps == 3
+    assert b"hush" not in worker_file(tmp_path, 0).read_bytes()
 
 
 def test_the_thread_writes_while_it_trains_and_ends_with_the_run(tmp_path):

@@ -238,15 +238,6 @@ def test_a_signal_that_no_model_answers_ends_the_process_when_the_last_is_closed
     assert end_of_child(body) == signal.SIGTERM
 
 
-def test_a_handler_of_the_user_s_stays(linear, tmp_path):
-    heard: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
-    model, optimizer = linear(tmp_path)
-    terminate()
-    step(model, optimizer, times=2)
-    assert heard == [signal.SIGTERM]
-
-
 @pytest.mark.parametrize("end", ["close", "consolidate"])
 def test_a_closed_model_trains_on_and_neither_ends_the_process_nor_saves(terminable, tmp_path, end):
     model, optimizer = terminable

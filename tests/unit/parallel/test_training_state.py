@@ -3,13 +3,12 @@
 import math
 import threading
 import time
-from typing import Any
 
 import pytest
 import torch
 from bitwise import assert_bitwise, there_and_back
 from calling_back import CallingLock
-from torch import Tensor, nn
+from torch import nn
 
 from gossipdp.dynamics.device import Device
 from gossipdp.gossip.transfer import Offer
@@ -20,20 +19,19 @@ from gossipdp.parallel.training_state import Arriving, BetweenSteps, capture, re
 class Keeper(torch.optim.Optimizer):
     """Holds in its state what ``load_state_dict`` alone does not bring back."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params):
         super().__init__(params, {"lr": torch.tensor(0.1)})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         self.state["step"] = self.state.get("step", 0) + 1
         self.state["of all"] = [torch.randn(2), "text"]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                state["exact"] = torch.randn(3, dtype=torch.float64)
-                state["mask"] = torch.randn(2, 2) > 0
-                state["nested"] = {"a": [torch.arange(3), "text", (1.5, None)]}
-                state["note"] = "text"
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["exact"] = torch.randn(3, dtype=torch.float64)
+            state["mask"] = torch.randn(2, 2) > 0
+            state["nested"] = {"a": [torch.arange(3), "text", (1.5, None)]}
+            state["note"] = "text"
 
 
 OPTIMIZERS = {
@@ -51,7 +49,7 @@ def stepped(name: str, steps: int) -> torch.optim.Optimizer:
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).bfloat16()
     optimizer = OPTIMIZERS[name](list(net.parameters()))
 
-    def closure() -> Tensor:
+    def closure():
         optimizer.zero_grad()
         loss = net(torch.ones(5, 3, dtype=torch.bfloat16)).square().mean()
         loss.backward()
@@ -90,10 +88,9 @@ def test_the_state_of_other_optimizers_is_refused(state, message):
         restore(state, [stepped("sgd", 1)])
 
 
-def of_optimizer(**state: Any) -> dict[str, Any]:
-    return {
-        "optimizers": [{"state": {0: state}, "param_groups": [{"params": [0], "max": math.inf}]}]
-    }
+def of_optimizer(**state):
+    groups = [{"params": [0], "max": math.inf}]
+    return {"optimizers": [{"state": {0: state}, "param_groups": groups}]}
 
 
 @pytest.mark.parametrize(
@@ -118,23 +115,20 @@ def test_poison_is_found_wherever_an_optimizer_keeps_it(dtype, poison):
         training_state.refuse_poison(of_optimizer(mean=sound, old=[sound, poisoned]))
 
 
-def weight_and_adam() -> tuple[Tensor, torch.optim.Optimizer]:
+def adam(lr: float = 0.5) -> torch.optim.Optimizer:
+    """Return an AdamW of one parameter, which has a gradient."""
     weight = nn.Parameter(torch.ones(1000))
-    return weight, torch.optim.AdamW([weight], lr=0.5)
+    weight.grad = torch.ones(1000)
+    return torch.optim.AdamW([weight], lr)
 
 
-def step(weight: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    weight.grad = torch.ones_like(weight)
-    optimizer.step()
-
-
-def watched() -> tuple[Tensor, torch.optim.Optimizer, BetweenSteps]:
-    """Return a weight, its AdamW, and that one's steps as ``Hooks`` announces them."""
-    weight, optimizer = weight_and_adam()
+def watched() -> tuple[torch.optim.Optimizer, BetweenSteps]:
+    """Return such an AdamW, and its steps as ``Hooks`` announces them."""
+    optimizer = adam()
     between = BetweenSteps([optimizer])
     optimizer.register_step_pre_hook(lambda each, *_: between.begins(each))
     optimizer.register_step_post_hook(lambda each, *_: between.ended(each))
-    return weight, optimizer, between
+    return optimizer, between
 
 
 def offered(between: BetweenSteps, key: object = "a request") -> Offer:
@@ -146,7 +140,7 @@ def offered(between: BetweenSteps, key: object = "a request") -> Offer:
     return offer
 
 
-def taken(offer: Any, max_bytes: int = 1 << 30) -> Any:
+def taken(offer, max_bytes=1 << 30):
     """Take an offer as a joiner does."""
     arriving = Arriving(max_bytes)
     for source, room in zip(offer.tensors, arriving.unfold(offer.layout), strict=True):
@@ -155,11 +149,10 @@ def taken(offer: Any, max_bytes: int = 1 << 30) -> Any:
 
 
 def test_a_state_is_offered_and_taken_over_bitwise():
-    weight, optimizer = weight_and_adam()
-    step(weight, optimizer)
+    optimizer, other = adam(), adam(lr=0.1)
+    optimizer.step()
     offer = offered(BetweenSteps([optimizer]))
     assert [tensor.numel() for tensor in offer.tensors] == [4000, 4000], "steps are in the layout"
-    _, other = weight_and_adam()
     restore(taken(offer), [other])
     assert_bitwise(dict(other.state_dict()["state"]), dict(optimizer.state_dict()["state"]))
     assert other.param_groups[0]["lr"] == 0.5
@@ -168,19 +161,18 @@ def test_a_state_is_offered_and_taken_over_bitwise():
 
 
 def test_nothing_is_read_within_a_step_and_the_waiting_thread_is_woken_after_it():
-    weight, optimizer, between = watched()
+    optimizer, between = watched()
     woken = []
     between.attach(Device().mark(), lambda: woken.append("woken"))
-    step(weight, optimizer)
+    optimizer.step()
     assert woken == [], "nobody waits"
     offer = offered(between)
     woken.clear()
     room = torch.empty(4000, dtype=torch.uint8)
-    seen: list[Any] = []
+    seen = []
 
-    def closure() -> Tensor:
+    def closure():
         seen.extend([offer.copy(offer.tensors[0], room), list(woken)])
-        return weight.sum()
 
     optimizer.step(closure)
     assert seen == [False, []]
@@ -190,15 +182,15 @@ def test_nothing_is_read_within_a_step_and_the_waiting_thread_is_woken_after_it(
 
 def test_the_state_is_described_between_two_steps_by_another_thread(monkeypatch):
     """Many tensors take long, and their worker would be silent meanwhile."""
-    weight, optimizer, between = watched()
-    step(weight, optimizer)
+    optimizer, between = watched()
+    optimizer.step()
     woken, go_on = threading.Event(), threading.Event()
     between.attach(Device().mark(), woken.set)
     offer = offered(between, "the first")
     pack, described = packing.pack, threading.Event()
-    threads: list[threading.Thread] = []
+    threads = []
 
-    def slowly(*args: Any) -> Any:
+    def slowly(*args):
         threads.append(threading.current_thread())
         described.set()
         assert go_on.wait(30.0)
@@ -206,9 +198,8 @@ def test_the_state_is_described_between_two_steps_by_another_thread(monkeypatch)
 
     monkeypatch.setattr(packing, "pack", slowly)
 
-    def closure() -> Tensor:
+    def closure():
         assert between.offer("the second") is None
-        return weight.sum()
 
     optimizer.step(closure)
     assert described.wait(30.0), "once the step has ended"
@@ -227,31 +218,29 @@ def test_the_state_is_described_between_two_steps_by_another_thread(monkeypatch)
 
 def test_who_asks_at_the_very_end_of_a_step_is_woken_or_served():
     """Another thread asks just before the end of the step takes the lock."""
-    weight, optimizer, between = watched()
-    step(weight, optimizer)
+    optimizer, between = watched()
+    optimizer.step()
     offer, room = offered(between), torch.empty(4000, dtype=torch.uint8)
-    step(weight, optimizer)  # nobody waits any more
-    answers: list[bool] = []
-    woken: list[str] = []
+    optimizer.step()  # nobody waits any more
+    answers, woken = [], []
 
-    def finish() -> None:
+    def finish():
         lock = CallingLock(before=lambda: answers.append(offer.copy(offer.tensors[0], room)))
-        between._guard = threading.Condition(lock)  # type: ignore[arg-type]
+        between._guard = threading.Condition(lock)
 
     mark = Device().mark()
-    mark.leave = finish  # type: ignore[method-assign]
+    mark.leave = finish
     between.attach(mark, lambda: woken.append("woken"))
-    step(weight, optimizer)
-    assert answers == [False]
-    assert woken == ["woken"]
+    optimizer.step()
+    assert (answers, woken) == ([False], ["woken"])
 
 
 def test_after_a_step_that_raised_nothing_is_given_until_one_has_ended():
-    weight, optimizer, between = watched()
+    optimizer, between = watched()
     with pytest.raises(ZeroDivisionError):
         optimizer.step(lambda: 1 / 0)
     for _ in range(5):
         assert between.offer("a request") is None
         time.sleep(0.001)
-    step(weight, optimizer)
+    optimizer.step()
     assert offered(between).layout
