@@ -1,7 +1,6 @@
 """The samples that are counted, the end of training, and loops that count nothing."""
 
 import dataclasses
-from collections.abc import Iterator
 from itertools import islice
 
 import pytest
@@ -151,12 +150,9 @@ def test_a_schedule_follows_the_run_until_the_script_sets_a_rate(linear, monkeyp
 
 
 class FailsOnce:
-    dataset = range(8)
+    dataset, numbers = range(8), iter(range(100))
 
-    def __init__(self) -> None:
-        self.numbers = iter(range(100))
-
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self):
         while True:
             if next(self.numbers) == 1:
                 raise OSError("a file is damaged")
@@ -192,7 +188,7 @@ def test_epochs_are_those_of_the_whole_run(linear, monkeypatch):
 
 
 def test_epochs_that_are_left_early_or_missed(linear, monkeypatch):
-    def numbers(num_epochs: int, steps_each: int | None = None) -> list[int]:
+    def numbers(num_epochs, steps_each=None):
         seen = []
         for epoch, batches in model.epochs(DataLoader(torch.ones(8, 3), 4), num_epochs):
             for inputs in islice(batches, steps_each):
@@ -241,12 +237,12 @@ def test_how_long_an_epoch_is_may_be_given(linear):
 def test_a_second_call_of_epochs_goes_on_where_the_first_stopped(linear, counts, stop, expected):
     model, optimizer = linear()
 
-    def batches(num_epochs: int) -> Iterator[tuple[int, Tensor]]:
+    def batches(num_epochs):
         for epoch, of_epoch in model.epochs(DataLoader(torch.ones(20, 3), 10), num_epochs):
             for batch in of_epoch:
                 yield epoch, batch
 
-    found: list[list[int]] = []
+    found = []
     for count, most in zip(counts, (stop, None), strict=True):
         found.append([])
         for epoch, batch in islice(batches(count), most):
@@ -293,19 +289,16 @@ def test_a_loop_without_a_step_says_so(linear, caplog):
     assert "epochs() up to 1 yields nothing: model.stop() has ended the run" in caplog.text
 
 
-SHARED = torch.ones(12, 3)
-
-
 @pytest.mark.parametrize("shuffles", [False, True])
 @pytest.mark.parametrize("is_of_batches", [False, True])
 def test_a_sampler_of_fixed_shares_gets_a_warning(linear, shuffles, is_of_batches, caplog):
     """One that shuffles draws another share in each pass, since batches() sets its epoch."""
-    sampler = DistributedSampler(SHARED, 2, 0, shuffle=shuffles)
-    loader = (
-        DataLoader(SHARED, batch_sampler=BatchSampler(sampler, 3, drop_last=False))
-        if is_of_batches
-        else DataLoader(SHARED, 3, sampler=sampler)
-    )
+    data = torch.ones(12, 3)
+    sampler = DistributedSampler(data, 2, 0, shuffle=shuffles)
+    if is_of_batches:
+        loader = DataLoader(data, batch_sampler=BatchSampler(sampler, 3, drop_last=False))
+    else:
+        loader = DataLoader(data, 3, sampler=sampler)
     model, optimizer = linear(budget_samples=20)
     next(model.batches(loader))  # a loop that is broken off
     for batch in model.batches(loader):

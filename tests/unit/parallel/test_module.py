@@ -39,12 +39,6 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters() if p.requires_grad]
 
 
-def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-    seeded = torch.Generator().manual_seed(step)
-    images = torch.randn(6, 2, 5, 5, generator=seeded)
-    return nn.functional.cross_entropy(model(images), torch.randint(0, 3, (6,), generator=seeded))
-
-
 def leave_pending(worker: Worker, total: float) -> list[Chunk]:
     """Leave in each chunk what brings its values to ``total``, as exchanges do."""
     for chunk in worker._state.averaged_chunks:
@@ -53,37 +47,26 @@ def leave_pending(worker: Worker, total: float) -> list[Chunk]:
     return worker._state.averaged_chunks
 
 
-def plain_step(model, optimizer, step: int) -> None:
-    optimizer.zero_grad()
-    loss_of(model, step).backward()
-    optimizer.step()
-
-
-def accumulating_step(model, optimizer, step: int) -> None:
-    optimizer.zero_grad()
-    with getattr(model, "no_sync", nullcontext)():
-        for part in range(3):
-            (loss_of(model, 10 * step + part) / 3).backward()
-    nn.utils.clip_grad_norm_(trainable(model), 0.5)
-    optimizer.step()
-
-
-def autocast_step(model, optimizer, step: int) -> None:
-    optimizer.zero_grad()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = loss_of(model, step)
-    loss.backward()
-    optimizer.step()
-
-
-def closure_step(model, optimizer, step: int) -> None:
+def train_step(model, optimizer, step: int, kind: str = "plain") -> None:
     def closure():
         optimizer.zero_grad()
-        loss = loss_of(model, step)
-        loss.backward()
+        for part in range(3 if kind == "accumulating" else 1):
+            seeded = torch.Generator().manual_seed(10 * step + part)
+            images = torch.randn(6, 2, 5, 5, generator=seeded)
+            labels = torch.randint(0, 3, (6,), generator=seeded)
+            with getattr(model, "no_sync", nullcontext)():
+                with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+                    loss = nn.functional.cross_entropy(model(images), labels)
+                loss.backward()
+        if kind == "accumulating":
+            nn.utils.clip_grad_norm_(trainable(model), 0.5)
         return loss
 
-    optimizer.step(closure)
+    if kind == "closure":
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.step()
 
 
 OPTIMIZERS = {
@@ -98,17 +81,17 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize(
-    ("step_function", "optimizer_name", "memory_format"),
+    ("kind", "optimizer_name", "memory_format"),
     [
-        (plain_step, "sgd", torch.channels_last),
-        (accumulating_step, "sgd", torch.contiguous_format),
-        (accumulating_step, "foreach", torch.channels_last),
-        (autocast_step, "adamw", torch.channels_last),
-        (autocast_step, "groups", torch.contiguous_format),
-        (closure_step, "lbfgs", torch.contiguous_format),
+        ("plain", "sgd", torch.channels_last),
+        ("accumulating", "sgd", torch.contiguous_format),
+        ("accumulating", "foreach", torch.channels_last),
+        ("autocast", "adamw", torch.channels_last),
+        ("autocast", "groups", torch.contiguous_format),
+        ("closure", "lbfgs", torch.contiguous_format),
     ],
 )
-def test_one_worker_is_bitwise_the_plain_loop(wrap, step_function, optimizer_name, memory_format):
+def test_one_worker_is_bitwise_the_plain_loop(wrap, kind, optimizer_name, memory_format):
     plain, wrapped = make(0, memory_format), make(0, memory_format)
     trained = []
     for module in (plain, wrapped):
@@ -117,7 +100,7 @@ def test_one_worker_is_bitwise_the_plain_loop(wrap, step_function, optimizer_nam
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
         torch.manual_seed(1)
         for step in range(6):
-            step_function(model, optimizer, step)
+            train_step(model, optimizer, step, kind)
             scheduler.step()
         trained.append(model.state_dict())
     torch.testing.assert_close(*trained, rtol=0, atol=0)
@@ -447,11 +430,11 @@ def test_consolidate_closes_and_the_module_trains_on_alone_and_a_state_dict_stay
     net = make()
     model, optimizer = wrap_sgd(net)
     kept = copy.deepcopy(before := model.state_dict())
-    plain_step(model, optimizer, 0)
+    train_step(model, optimizer, 0)
     assert all(torch.equal(before[name], kept[name]) for name in kept)
     result = model.consolidate()
     assert (result.world_size, result.consensus_distance, result.gradient_steps) == (1, 0.0, 1)
-    plain_step(model, optimizer, 1)
+    train_step(model, optimizer, 1)
     assert model.stats().gradient_steps == 1
     with pytest.raises(RuntimeError, match="before"):
         model.consolidate()
