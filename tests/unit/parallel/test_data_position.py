@@ -2,13 +2,12 @@
 
 import itertools
 import random
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
@@ -21,15 +20,15 @@ BATCH = 2
 NUMBERS = torch.arange(12.0).view(NUM_SAMPLES, 1)  # a data set: sample i is the number i
 
 
-class Stream(IterableDataset[Tensor]):
+class Stream(IterableDataset):
     """The same numbers, of which each process yields a share; the order follows from the epoch."""
 
     epoch = 0
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.epoch = epoch
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self):
         order = random.Random(self.epoch).sample(range(NUM_SAMPLES), NUM_SAMPLES)
         info = get_worker_info()
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
@@ -37,38 +36,29 @@ class Stream(IterableDataset[Tensor]):
             yield torch.tensor([float(number)])
 
 
-class Draws(IterableDataset[Tensor]):
+class Draws(IterableDataset):
     """Yields numbers that it draws from a generator of its own, which goes on from pass to pass."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.numbers = numpy.random.default_rng(5)
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self):
         for _ in range(NUM_SAMPLES):
             yield torch.tensor([float(self.numbers.integers(1000))])
 
 
-class ListedBatches:
-    """Draws a whole pass at its begin, from Python's numbers; it is no Sampler of torch's."""
-
-    def __init__(self) -> None:
-        self.numbers = random.Random(3)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = self.numbers.sample(range(NUM_SAMPLES), NUM_SAMPLES)
-        return iter([order[at : at + BATCH] for at in range(0, NUM_SAMPLES, BATCH)])
-
-
 class DrawnBatches:
-    """Draws each batch when it is asked for one, from NumPy's numbers."""
+    """Draws each batch when it is asked for one; it is no Sampler of torch's."""
 
-    def __init__(self, numbers) -> None:
+    def __init__(self, numbers):
         self.numbers = numbers
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self):
         for _ in range(NUM_SAMPLES // BATCH):
-            draw = getattr(self.numbers, "integers", None) or self.numbers.randint
-            yield [int(each) for each in draw(NUM_SAMPLES, size=BATCH)]
+            if isinstance(self.numbers, random.Random):
+                yield self.numbers.sample(range(NUM_SAMPLES), BATCH)
+            else:
+                yield self.numbers.permutation(NUM_SAMPLES)[:BATCH].tolist()
 
 
 SAMPLED = {
@@ -77,7 +67,7 @@ SAMPLED = {
     "weighted": lambda given: {
         "sampler": WeightedRandomSampler([1.0] * NUM_SAMPLES, NUM_SAMPLES, generator=given)
     },
-    "listed batches": lambda _: {"batch_sampler": ListedBatches()},
+    "drawn by Random": lambda _: {"batch_sampler": DrawnBatches(random.Random(3))},
     "drawn batches": lambda _: {"batch_sampler": DrawnBatches(numpy.random.default_rng(3))},
     "drawn by RandomState": lambda _: {"batch_sampler": DrawnBatches(numpy.random.RandomState(3))},
     "stream": lambda _: {},
@@ -94,7 +84,7 @@ def make_loader(order, has_generator=False, **options):
 
 @pytest.fixture
 def train(tmp_path, wrap, at_once):
-    """The samples of each step of a script, which saves at ``save_at`` and goes on from there."""
+    """Return the samples of each step of a script, which saves at ``save_at`` and goes on there."""
     seeds = itertools.count()
 
     def script(loader, save_at=None, loop="batches"):
@@ -207,8 +197,7 @@ def test_a_loader_that_has_become_shorter_is_said(train, caplog):
 
 
 def test_an_accelerators_random_states_are_kept_once_it_is_used(monkeypatch):
-    given: list[list[torch.Tensor]] = []
-    held = [torch.ones(3)]
+    given, held = [], [torch.ones(3)]
     module = SimpleNamespace(
         is_initialized=lambda: False, get_rng_state_all=lambda: held, set_rng_state_all=given.append
     )

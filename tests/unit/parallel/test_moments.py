@@ -5,8 +5,7 @@ import io
 import logging
 import math
 import threading
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -40,10 +39,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: 
         optimizer.step()
 
 
-def train_twins(wrap: Any, steps: int, lr: float = 1e-3, **options: Any) -> tuple[Any, ...]:
+def train_twins(wrap, steps: int, make=ADAMW, dtype=torch.float32, **options):
     """Train a net alone and an equal one under the wrapper; return each with its optimizer."""
-    plain, net = make_net(), make_net()
-    theirs, ours = ADAMW(plain.parameters(), lr), ADAMW(net.parameters(), lr)
+    plain, net = make_net(dtype), make_net(dtype)
+    theirs = make([p for p in plain.parameters() if p.requires_grad])
+    ours = make([p for p in net.parameters() if p.requires_grad])
     model = wrap(net, ours, **options)
     train(plain, theirs, steps)
     train(model, ours, steps)
@@ -58,7 +58,7 @@ def moments_of(model: GossipDataParallel) -> list[Segment]:
     return model._worker._state.moments
 
 
-def age_of(model: Any) -> int:
+def age_of(model) -> int:
     return model._worker._state.moments[0].moment.steps
 
 
@@ -67,7 +67,7 @@ def is_within(tensor: Tensor, segment: Segment) -> bool:
     return start <= tensor.data_ptr() < start + segment.x.nbytes
 
 
-def exchange(chunk: Any, value: float) -> tuple[float, Tensor]:
+def exchange(chunk, value: float) -> tuple[float, Tensor]:
     """Exchange with a worker that holds ``value`` everywhere; return distance and what was sent."""
     sent = torch.empty_like(chunk.x)
     chunk.snapshot(0.0, sent)
@@ -100,13 +100,9 @@ def averaged(own: Tensor, value: float, age: int, decay: float = 0.999) -> Tenso
     ],
 )
 def test_without_an_exchange_training_is_bitwise_the_plain_loop(wrap, make, choice, dtype):
-    plain, net = make_net(dtype), make_net(dtype)
-    theirs = make([p for p in plain.parameters() if p.requires_grad])
-    ours = make([p for p in net.parameters() if p.requires_grad])
-    model = wrap(net, ours, exchange=Exchange(moments=choice))
-    train(plain, theirs, 20)
-    train(model, ours, 20)
-    torch.testing.assert_close([*plain.parameters()], [*net.parameters()], rtol=0, atol=0)
+    sent = Exchange(moments=choice)
+    plain, theirs, model, ours = train_twins(wrap, 20, make, dtype, exchange=sent)
+    torch.testing.assert_close([*plain.parameters()], [*model.parameters()], rtol=0, atol=0)
     torch.testing.assert_close([*theirs.state.values()], [*ours.state.values()], rtol=0, atol=0)
     for segment in moments_of(model):
         tensors = kept(ours, segment.moment.name)
@@ -121,8 +117,8 @@ def test_without_an_exchange_training_is_bitwise_the_plain_loop(wrap, make, choi
 @pytest.mark.parametrize("num_exchanges", [1, 3])
 def test_exchanges_reach_the_next_step_and_its_gradient_counts_whole(wrap, name, num_exchanges):
     """If they were added after it, 3 exchanges would leave an eighth of that step's gradient."""
-    sent = Exchange(moments={name: 1})
-    plain, theirs, model, ours = train_twins(wrap, 5, lr=0.1, exchange=sent)
+    make, sent = partial(ADAMW, lr=0.1), Exchange(moments={name: 1})
+    plain, theirs, model, ours = train_twins(wrap, 5, make, exchange=sent)
     for _ in range(num_exchanges):
         give(model, 0.5)
         for value in kept(theirs, name):
@@ -143,7 +139,7 @@ def test_while_a_loaded_state_is_taken_in_nothing_of_it_is_sent(wrap, monkeypatc
     (chunk,) = moments_of(model)[0].chunks
     sent, copy_ = [], Tensor.copy_
 
-    def copy_and_send(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def copy_and_send(values, *args, **kwargs):
         copy_(values, *args, **kwargs)
         sent.append(torch.empty_like(chunk.x))
         assert chunk.snapshot(0.0, sent[-1])
@@ -235,7 +231,7 @@ def test_a_parameter_that_has_its_first_gradient_later_is_taken_in(wrap):
 
 
 def test_what_travels_by_default():
-    def names(*optimizers: torch.optim.Optimizer, choice: Any = True) -> list[tuple[str, int, int]]:
+    def names(*optimizers, choice=True):
         periods = chosen_moments(choice, optimizers)
         views = views_of(net, optimizers)
         flat = FlatParameters(net, optimizers, views, momentum=True, moments=periods)
@@ -290,7 +286,7 @@ def test_parameters_without_values_and_workers_apart_have_no_moment(wrap):
 
 
 def test_workers_with_other_moments_or_periods_are_refused():
-    def description(periods: dict[str, int]) -> object:
+    def description(periods):
         net = make_net()
         optimizers = [ADAMW(net.parameters())]
         views = views_of(net, optimizers)
@@ -329,24 +325,22 @@ def test_how_often_exchanges_carry_moments(wrap, comm_rate, beta_2, moments, exp
 class OwnOptimizer(torch.optim.Optimizer):
     """Keeps as ``kept`` what ``make`` makes of the parameter, once or at each step."""
 
-    def __init__(self, parameters: Any, make: Callable[[Tensor], Any], *, again: bool = False):
+    def __init__(self, parameters, make, *, again=False):
         super().__init__(parameters, {})
         self._make, self._again = make, again
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                if self._again or "kept" not in state:
-                    state["kept"] = self._make(parameter)
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if self._again or "kept" not in state:
+                state["kept"] = self._make(parameter)
 
 
 def stepped(optimizer: torch.optim.Optimizer, times: int, gradient: float = 1.0) -> None:
     for _ in range(times):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = torch.full_like(parameter, gradient)
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.full_like(parameter, gradient)
         optimizer.step()
 
 
@@ -394,10 +388,9 @@ def test_what_nobody_named_and_cannot_travel_is_left_out_with_a_warning(wrap, ca
     class WideAdam(torch.optim.Adam):
         """Keeps float32 of bfloat16 parameters, as some do."""
 
-        def step(self, closure: Any = None) -> None:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    self.state[parameter]["exp_avg_sq"] = torch.ones(parameter.shape)
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["exp_avg_sq"] = torch.ones(parameter.shape)
 
     net = make_net(torch.bfloat16)
     optimizer = WideAdam(net.parameters())
