@@ -1,7 +1,4 @@
-"""Under Accelerate, on one worker.
-
-Accelerate takes seconds to import, so none of it is imported where tests are merely collected.
-"""
+"""Under Accelerate, on one worker; no line here imports it where tests are merely collected."""
 
 from functools import partial
 

@@ -1,7 +1,4 @@
-"""The strategy on one worker: Lightning's own training, bit for bit; and whose rank it has.
-
-Lightning takes seconds to import, so none of it is imported where tests are merely collected.
-"""
+"""Lightning's own training, bit for bit; no line imports it where tests are merely collected."""
 
 import functools
 import signal

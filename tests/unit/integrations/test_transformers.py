@@ -1,7 +1,4 @@
-"""The callback on one worker: the Trainer's own training, bit for bit.
-
-Transformers takes seconds to import, so none of it is imported where tests are merely collected.
-"""
+"""The Trainer's own training, bit for bit; no line imports it where tests are merely collected."""
 
 import copy
 

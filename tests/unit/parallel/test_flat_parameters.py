@@ -100,24 +100,18 @@ def test_only_statistics_of_norms_are_averaged_and_others_by_name():
     before = {name: value.clone() for name, value in net.state_dict().items()}
 
     def averaged(**options):
-        segments = flatten(net, **options).state.segments
-        starts = {s.x.untyped_storage().data_ptr() + s.x.nbytes: s for s in segments}
-        return {
-            name
-            for name, buffer in net.named_buffers()
-            for end, s in starts.items()
-            if s.role is Role.BUFFER and end - s.x.nbytes <= buffer.data_ptr() < end
-        }
+        views = views_of(net, [sgd(net)], Exchange(**options))
+        return {view.name for view in views if view.role is Role.BUFFER}
 
     assert averaged() == {"0.running_mean", "0.running_var"}
     assert averaged(buffers=["queue", "0.*_var"]) == {"queue", "0.running_var"}
     assert averaged(buffers=()) == set()
-    for name, value in net.state_dict().items():
-        assert torch.equal(value.float(), before[name].float()), name
     for names, message in (["at"], "'at': torch.int64 has no average"), (["x"], "no such persis"):
         with pytest.raises(ValueError, match=message):
             averaged(buffers=names)
     flat = flatten(net)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value.float(), before[name].float()), name
     net.empty.resize_(5).fill_(2.0)
     flat.check()
     net.empty_observer = PerChannelMinMaxObserver()

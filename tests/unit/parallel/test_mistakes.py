@@ -76,7 +76,6 @@ SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: wrap(graph="rings"), "do you mean ring"),
         (lambda: wrap(comm_rate=0.0), r"comm_rate is 0\.0; it must be a positive number"),
         (lambda: wrap(comm_rate=True), "comm_rate is True; it must be a positive number"),
         (lambda: wrap(comm_rate="often"), "comm_rate is 'often'; give 'auto', or exchanges per"),

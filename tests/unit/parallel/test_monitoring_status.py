@@ -43,15 +43,31 @@ def train(model, steps):
 
 
 @pytest.mark.parametrize("method", ["a2cid2", "none"])
-def test_a_worker_tells_how_far_it_is(make, method):
-    model, address = make(monitor=Monitor(status_port=0), budget_samples=64, method=method)
+def test_a_worker_tells_how_far_it_is(make, tmp_path, method):
+    """With numbers of NumPy as with all others."""
+    model, address = make(
+        monitor=Monitor(status_port=np.int64(0), log_dir=tmp_path),
+        budget_samples=np.int64(64),
+        counting=Counting(samples_per_step=np.int32(4)),
+        comm_rate=np.float64(0.5),
+        network=Network(timeout_s=np.float32(2.0)),
+        seed=np.int64(7),
+        method=method,
+    )
     status = ask(address)
     assert (status.gradient_steps, status.state) == (0, "training")
     assert math.isnan(status.since_step_s)
     train(model, 5)
     status = ask_anew(model, address)
     assert (status.rank, status.world_size, status.method) == (0, 1, method)
-    assert (status.gradient_steps, status.samples, status.budget_samples) == (5, 40, 64)
+    counted = (status.gradient_steps, status.samples, status.budget_samples, status.comm_rate)
+    assert counted == (5, 20, 64, 0.5)
+    metrics = model._worker.monitoring.page._pages[METRICS_PATH].build()
+    assert b'gossipdp_budget_samples{rank="0"} 64.0\n' in metrics
+    assert b'gossipdp_samples_total{rank="0"} 20.0\n' in metrics
+    configuration = RunLog.read(tmp_path).workers[0].start.configuration
+    known = {"budget_samples": 64, "comm_rate": 0.5, "timeout_s": 2.0, "seed": 7}
+    assert {name: configuration[name] for name in known} == known
     assert not math.isnan(status.since_step_s)
     assert [(each.rank, each.state, each.status_address) for each in status.members] == [
         (0, "training", address)
@@ -62,26 +78,6 @@ def test_a_worker_tells_how_far_it_is(make, method):
     model.consolidate()
     with pytest.raises(ConnectionRefusedError):
         ask(address)
-
-
-def test_numbers_of_numpy_are_shown_and_logged_as_all_others(make, tmp_path):
-    model, address = make(
-        monitor=Monitor(status_port=np.int64(0), log_dir=tmp_path),
-        budget_samples=np.int64(64),
-        counting=Counting(samples_per_step=np.int32(4)),
-        comm_rate=np.float64(0.5),
-        network=Network(timeout_s=np.float32(2.0)),
-        seed=np.int64(7),
-    )
-    train(model, 5)
-    status = ask(address)
-    assert (status.budget_samples, status.samples, status.comm_rate) == (64, 20, 0.5)
-    metrics = model._worker.monitoring.page._pages[METRICS_PATH].build()
-    assert b'gossipdp_budget_samples{rank="0"} 64.0\n' in metrics
-    assert b'gossipdp_samples_total{rank="0"} 20.0\n' in metrics
-    configuration = RunLog.read(tmp_path).workers[0].start.configuration
-    known = {"budget_samples": 64, "comm_rate": 0.5, "timeout_s": 2.0, "seed": 7}
-    assert {name: configuration[name] for name in known} == known
 
 
 def test_a_metric_needs_no_other_place_than_its_field(make, tmp_path, monkeypatch):

@@ -180,7 +180,7 @@ def test_tensor_parallelism_is_refused(four, is_sharded_too):
 
 
 def test_a_replica_adds_up_samples_and_knows_of_the_others_once(monkeypatch):
-    """Both processes have heard of the other replicas' samples: what the first shard says counts."""
+    """Both processes have heard of the other replicas' samples: the first shard's word counts."""
     sent: list[torch.Tensor] = []
 
     def all_reduce(numbers: torch.Tensor, group: object) -> None:

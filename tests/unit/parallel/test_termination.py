@@ -166,31 +166,24 @@ def test_who_ended_after_a_worker_was_asked_to_end_has_not_died(terminable, monk
     step(model, optimizer)
     terminate()
     asked_s, judged = TERMINATION.asked_s, []
-    monkeypatch.setattr(entry, "ended_lives", lambda *_: judged.append(_[2]) or ())
+    monkeypatch.setattr(entry, "ended_lives", lambda *given: judged.append(given[2]) or ())
     with pytest.raises(SystemExit):
         step(model, optimizer)
     assert judged == [asked_s]
 
 
-def test_a_checkpoint_s_notices_are_as_new_as_its_members(terminable, monkeypatch):
+def test_a_checkpoint_has_new_notices_and_an_average_no_dead(terminable, monkeypatch):
     """However old the snapshot is: a death without a notice counts as one of long ago."""
-    model, _ = terminable
-    loop, judged = model._worker._loop, []
-    notice = Notice(1, "lost", 5.0, 1)
+    model, optimizer = terminable
+    step(model, optimizer)
+    loop, notice, judged = model._worker._loop, Notice(1, "lost", 5.0, 1), []
     model._worker._call(lambda: setattr(loop, "_publish_due_s", math.inf))
     model._worker._call(lambda: loop.perform([notice]))
-    monkeypatch.setattr(entry, "ended_lives", lambda *_: judged.append(_[1]) or ())
+    monkeypatch.setattr(entry, "ended_lives", lambda *given: judged.append(given) or ())
     model.save_checkpoint()
-    assert judged == [(notice,)]
-
-
-def test_whoever_died_before_the_average_has_not_made_it(linear, tmp_path, monkeypatch):
-    model, optimizer = linear(tmp_path, every_steps=5)
-    step(model, optimizer)
-    judged: list[float] = []
-    monkeypatch.setattr(entry, "ended_lives", lambda *_: judged.append(_[2]) or ())
     model.consolidate()
-    assert judged[-1] == math.inf > judged[0]
+    assert judged[0][1] == (notice,)
+    assert judged[-1][2] == math.inf > judged[0][2]
 
 
 def test_a_signal_that_comes_after_another_process_s_breaks_into_no_save(terminable):
