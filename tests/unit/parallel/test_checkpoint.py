@@ -132,8 +132,7 @@ def test_a_run_that_was_stopped_trains_on(linear, tmp_path):
         assert model.finished
         return model.consolidate().samples
 
-    assert train(20) == 10
-    assert train(15) == 15
+    assert (train(20), train(15)) == (10, 15)
 
 
 def test_a_run_goes_on_from_another_directory_and_never_mixes_two(run, tmp_path):

@@ -1,7 +1,5 @@
 """Which checkpoints the run has left behind, and what a resumed run makes of them."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
 import torch
@@ -79,7 +77,7 @@ def test_checkpoints_of_the_dead_are_left_behind(all_facts, expected):
     assert checkpoint.outlived({each.rank: each for each in all_facts}) == expected
 
 
-def save(directory: Path, facts: Facts, value: float) -> None:
+def save(directory, facts: Facts, value: float) -> None:
     """Save a model of ``value``, a momentum of 2, and a learning rate of ``value``."""
     path = checkpoint.file_path(directory, facts.rank, facts.step)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +86,7 @@ def save(directory: Path, facts: Facts, value: float) -> None:
     write_tensors(path, *checkpoint.encode(model, facts, {"optimizers": [], "rate": value}))
 
 
-def resumed(directory: Path, rank: int, world_size: int) -> Resumption:
+def resumed(directory, rank: int, world_size: int) -> Resumption:
     replica = Replica(Environment(rank=rank, world_size=world_size))
     layout = checkpoint.layout_of({"w": torch.ones(3), "queue": torch.ones(2)})
     saving = Checkpoints(directory, resume="auto")

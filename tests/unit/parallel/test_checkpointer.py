@@ -6,12 +6,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from unittest.mock import Mock
 
+import checkpointing
 import numpy as np
 import pytest
 import torch
 from checkpointing import WhenTold, step, steps_saved
 from clocks import Clock
-from run_processes import VARIABLES, run_python
+from run_processes import path_before, run_python
 from torch import nn
 
 from gossipdp import Checkpoints
@@ -40,6 +41,7 @@ def test_one_due_during_a_write_is_taken_whatever_close_raises(linear, tmp_path,
 NOT_CLOSED = """
 import sys, threading
 import torch
+from checkpointing import sgd, step
 from torch import nn
 from gossipdp import Checkpoints, GossipDataParallel
 from gossipdp.dynamics import state
@@ -59,19 +61,16 @@ class Waiting(BackgroundWriter):
 
 Checkpointer.make_writer = Waiting
 net = nn.Linear(3, 2)
-optimizer = torch.optim.SGD(net.parameters(), 0.1)
+optimizer = sgd(net)
 model = GossipDataParallel(net, optimizer, checkpoints=Checkpoints(sys.argv[1], every_steps=2))
-for _ in range(3):
-    optimizer.zero_grad()
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
+step(model, optimizer, times=3)
 sys.exit(3)
 """
 
 
 @pytest.mark.processes
 def test_the_exit_waits_for_the_checkpoint_of_a_large_model(tmp_path):
-    variables = {**VARIABLES, "GOSSIPDP_KERNELS": "numba"}
+    variables = path_before(Path(checkpointing.__file__).parent) | {"GOSSIPDP_KERNELS": "numba"}
     ended = run_python("-c", NOT_CLOSED, str(tmp_path), environment=variables)
     assert (ended.returncode, ended.stderr) == (3, "")
     assert steps_saved(tmp_path) == [2]
@@ -97,8 +96,7 @@ def test_with_batches_none_is_taken_within_the_body(wrap, tmp_path, monkeypatch,
     judge, maker = (torch.optim.SGD(part.parameters(), 0.1) for part in net)
     saving = Checkpoints(tmp_path, every_steps=1)
     model = wrap(net, [judge, maker], checkpoints=saving, budget_samples=4)
-    events: list[str] = []
-    checkpointer = model._worker.checkpointer
+    events, checkpointer = [], model._worker.checkpointer
     capture = checkpointer._capture
     monkeypatch.setattr(checkpointer, "_capture", lambda: events.append("saved") or capture())
     for batch in model.batches([torch.ones(1, 3)]):
@@ -137,7 +135,7 @@ def test_an_evaluation_of_the_average_takes_no_checkpoint_and_counts_nothing(
 
 def test_a_state_that_becomes_unsavable_ends_no_training(linear, tmp_path, at_once, caplog):
     model, optimizer = linear(tmp_path, 1)
-    best: object = 0.0
+    best = 0.0
     model.also_checkpoint(stopper=Mock(state_dict=lambda: {"best": best}))
     step(model, optimizer)
     best = np.float32(1)

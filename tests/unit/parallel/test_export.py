@@ -2,7 +2,6 @@
 
 import errno
 import os
-from typing import Any
 from unittest.mock import Mock
 
 import mixed_net
@@ -17,17 +16,17 @@ from gossipdp.parallel.checkpoint_files import Average, write_average
 class Net(mixed_net.Net):
     """And 0-dimensional, in channels_last; and much that a file must not drag along."""
 
-    def __init__(self, extra: Any = None) -> None:
+    def __init__(self, extra=None):
         super().__init__()
         self.conv.to(memory_format=torch.channels_last)
         self.scale = nn.Parameter(torch.tensor(2.0))
         self.large = nn.Linear(300, 300)
         self.extra = extra
 
-    def get_extra_state(self) -> Any:
+    def get_extra_state(self):
         return self.extra
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state):
         self.extra = state
 
 
@@ -63,7 +62,7 @@ def test_a_safetensors_file_loads_under_every_name(make, tmp_path):
     assert_same(safetensors.torch.load_file(path), model.module)
 
 
-def assert_same(loaded: dict[str, Any], net: nn.Module) -> None:
+def assert_same(loaded: dict[str, object], net: nn.Module) -> None:
     state = net.state_dict()
     assert loaded.keys() == state.keys()
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}

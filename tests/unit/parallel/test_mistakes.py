@@ -2,7 +2,6 @@
 
 import contextlib
 import pkgutil
-from typing import Any
 
 import pytest
 import torch
@@ -19,17 +18,17 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), 0.1)
 
 
-def wrap(net: nn.Module | None = None, optimizer: Any = None, **arguments: Any) -> None:
+def wrap(net=None, optimizer=None, **arguments):
     """Whatever is refused opens nothing that this would have to close."""
     net = nn.Linear(2, 1) if net is None else net
     GossipDataParallel(net, sgd(net) if optimizer is None else optimizer, **arguments)
 
 
-def schedule(shape: Any, **arguments: Any) -> None:
+def schedule(shape, **arguments):
     ProgressLR(sgd(nn.Linear(2, 1)), lambda: 0.0, shape, **arguments)
 
 
-def moments(which: Any) -> None:
+def moments(which):
     net = nn.Linear(2, 1)
     wrap(net, torch.optim.AdamW(net.parameters()), exchange=Exchange(moments=which))
 
@@ -70,7 +69,7 @@ FROZEN = nn.Linear(3, 2).requires_grad_(False)
 LOADER = [torch.ones(4, 2)]
 OF_GOSSIP = "of the exchanges of gossip, and method='none' has none"
 CPU = {"device_id": torch.device("cpu")}
-SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
+SCHEDULE = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
 
 
 @pytest.mark.parametrize(

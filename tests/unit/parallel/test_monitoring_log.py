@@ -3,7 +3,6 @@
 import math
 import threading
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from gossipdp.protocol.actions import Notice
 from gossipdp_lab.report.run_log import RunLog, WorkerLog
 
 
-def train(log_dir: Path | None, num_steps: int = 3, **options: object) -> GossipDataParallel:
+def train(log_dir, num_steps=3, **options) -> GossipDataParallel:
     net = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     model = GossipDataParallel(net, optimizer, monitor=Monitor(log_dir), **options)
@@ -32,7 +31,7 @@ def train(log_dir: Path | None, num_steps: int = 3, **options: object) -> Gossip
     return model
 
 
-def read(directory: Path, rank: int = 0) -> WorkerLog:
+def read(directory, rank=0) -> WorkerLog:
     return RunLog.read(directory).workers[rank]
 
 
@@ -44,16 +43,13 @@ def test_a_run_of_one_worker_is_logged_whole_with_numbers_of_numpy_and_any_text(
     worker = read(tmp_path / "new" / "run")
     assert (worker.counts[-1].gradient_steps, worker.counts[-1].samples) == (3, 24)
     assert not all(math.isnan(step.loss) for step in worker.counts)
-    assert len(worker.lives) == 1
+    assert (len(worker.lives), worker.counts[-1].state) == (1, "left")
     assert worker.averaging is not None
-    assert worker.counts[-1].state == "left"
     assert (worker.end.gradient_steps, worker.end.consensus_distance) == (3, 0.0)
     before = {"learning_rate": 0.1, "accuracy": 0.75, "file": "caf\\udce9", "passed": True}
     assert worker.last_values() == before | {"test_accuracy": 0.9, "name": "best"}
-    configuration = worker.start.configuration
-    assert configuration["parameters"] == 10
-    assert configuration["optimizer"] == "SGD(lr=0.1)"
-    assert configuration["budget_samples"] == 100
+    known = {"parameters": 10, "optimizer": "SGD(lr=0.1)", "budget_samples": 100}
+    assert worker.start.configuration.items() >= known.items()
 
 
 def test_notices_and_exchanges_are_written_once_however_often_the_log_is_looked_at(tmp_path):
@@ -112,10 +108,7 @@ def test_a_log_s_disk_that_hangs_holds_up_no_end(tmp_path, monkeypatch):
             model.log(number=number)
         assert log._new_values.keys() <= {"number", "learning_rate"}
         model.consolidate()
-    wait_until(
-        lambda: [each.state for each in read(tmp_path).counts][-1:] == ["left"],
-        "all is written later",
-    )
+    wait_until(lambda: read(tmp_path).end is not None, "all is written later")
     assert read(tmp_path).last_values()["number"] == 999
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections import Counter, OrderedDict
-from typing import Any
 
 import msgspec
 import pytest
@@ -21,7 +20,7 @@ from gossipdp.parallel.training_state import Arriving
 DTYPES = sorted(packing.DTYPES.values(), key=str)
 
 
-def unpacked(layout: bytes, tensors: list[Tensor]) -> Any:
+def unpacked(layout: bytes, tensors: list[Tensor]):
     """Unpack a state into these tensors; a further one finds no room."""
     rest = iter(tensors)
     return unpack(layout, lambda _: next(rest, torch.empty(0)))
@@ -71,7 +70,7 @@ def test_dicts_of_other_classes_are_plain_ones_and_counters_count():
     assert list(decoded["counter"].elements()) == list(counter.elements())
 
 
-WITHIN_ITSELF: list[Any] = []
+WITHIN_ITSELF = []
 WITHIN_ITSELF.append(WITHIN_ITSELF)
 
 
@@ -110,7 +109,7 @@ def test_damage_is_a_value_error_or_another_state(data):
         unpacked(bytes(damaged[: len(damaged) - cut]), TENSORS)
 
 
-def tensor(dtype: Any = "F32", shape: Any = (2, 2), *rest: Any) -> Ext:
+def tensor(dtype="F32", shape=(2, 2), *rest) -> Ext:
     return Ext(Mark.TENSOR, msgspec.msgpack.encode([dtype, shape, *rest]))
 
 

@@ -210,6 +210,5 @@ def test_each_shard_has_files_of_its_own(tmp_path):
 
 def test_the_processes_of_a_replica_share_its_limit_on_sent_bytes():
     network = Network(max_megabits_per_s=80)
-    assert network.max_bytes_per_s(1) == 10e6
-    assert network.max_bytes_per_s(4) == 2.5e6
+    assert (network.max_bytes_per_s(1), network.max_bytes_per_s(4)) == (10e6, 2.5e6)
     assert Network().max_bytes_per_s(4) is None

@@ -2,7 +2,6 @@
 
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ def given(learning_rate: float, gradient: float = 1.0) -> Offer:
     return BetweenSteps([optimizer])._describe()
 
 
-def rate_of(state: Any) -> float:
+def rate_of(state) -> float:
     return state["optimizers"][0]["param_groups"][0]["lr"]
 
 
@@ -43,14 +42,14 @@ class Peers:
         self.protocol = SimpleNamespace(rank=2, membership=membership)
         self.transfers = self
 
-    def call(self, function: Any) -> Future[Any]:
+    def call(self, function) -> Future:
         done = Future()
         done.set_result(function())
         return done
 
     def check(self) -> None: ...
 
-    def fetch(self, peer: int, unfold: Any, on_end: Any, timeout_s: float) -> None:
+    def fetch(self, peer, unfold, on_end, timeout_s):
         self.asked.append(peer)
         self.num_chunks_received += 1
         answers = self.states[peer]
@@ -91,7 +90,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 STATE = State([Segment(torch.ones(3), Role.TRAINED)])
 
 
-def take(peers: Any, *, is_start: bool = False) -> Any:
+def take(peers, *, is_start=False):
     times = SimpleNamespace(timeout_s=1.0, start_timeout_s=5.0)
     return training_state.take_state(peers, peers, STATE, times, is_start=is_start)
 
