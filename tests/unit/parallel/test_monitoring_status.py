@@ -140,13 +140,16 @@ def test_the_argument_counts_before_the_variable(make, monkeypatch, caplog):
     assert address.startswith("127.0.0.1:")
 
 
-def test_each_rank_has_a_port_of_its_own():
+def test_each_rank_has_a_port_of_its_own_and_shows_its_pages_there():
     page = StatusPort("127.0.0.1", 0)
     page.bind(0)
+    page.show({"/": Page("text/plain", lambda: b"here")})
     first = page.announced("")[1]
     page._first_port = first - 3
     page.bind(3)
     assert page.announced("10.0.0.1") == ("127.0.0.1", first)
+    with urlopen(f"http://127.0.0.1:{first}/", timeout=30) as answer:
+        assert answer.read() == b"here"
     page.close()
     page = StatusPort("0.0.0.0", 0)
     page.bind(0)
@@ -154,16 +157,6 @@ def test_each_rank_has_a_port_of_its_own():
     page.close()
     with pytest.raises(ValueError, match="worker 3 would listen on 65537, and 65535 is the last"):
         StatusPort("127.0.0.1", 65534).bind(3)
-
-
-def test_a_worker_that_is_given_another_rank_shows_its_pages_there():
-    page = StatusPort("127.0.0.1", 0)
-    page.bind(0)
-    page.show({"/": Page("text/plain", lambda: b"here")})
-    page.bind(1)
-    with urlopen("http://{}:{}/".format(*page.announced("")), timeout=30) as answer:
-        assert answer.read() == b"here"
-    page.close()
 
 
 def test_a_port_in_use_is_a_warning_and_a_wrong_one_an_error(make, monkeypatch, caplog):
