@@ -17,18 +17,25 @@ from torch import nn
 
 from gossipdp import Checkpoints
 from gossipdp.dynamics.state import State
+from gossipdp.parallel import packing
+from gossipdp.parallel.checkpoint import file_path, read
 from gossipdp.parallel.checkpointer import BackgroundWriter, Checkpointer
 
 
 def test_one_due_during_a_write_is_taken_whatever_close_raises(linear, tmp_path, monkeypatch):
     monkeypatch.setattr(Checkpointer, "make_writer", WhenTold)
+    monkeypatch.setattr(packing, "INLINE_BYTES", 0)
     model, optimizer = linear(tmp_path, 2)
+    optimizer.param_groups[0]["momentum"] = 0.9
     writer = model._worker.checkpointer._writer
     step(model, optimizer, times=6)
     assert len(writer.open) == 1
     assert model._worker.checkpointer.is_due
     writer.finish()
     assert steps_saved(tmp_path) == [2]
+    _, training = read(file_path(tmp_path, 0, 2))
+    held = training["optimizers"][0]["state"][0]["momentum_buffer"]
+    torch.testing.assert_close(held, torch.full((2, 3), 1.9))  # of then, not of the sixth step
     step(model, optimizer)
     with monkeypatch.context() as patch:
         patch.setattr(State, "boundary", Mock(side_effect=OSError("no such thread")))

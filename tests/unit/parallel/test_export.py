@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from gossipdp.parallel.checkpoint_files import Average, write_average
+from gossipdp.parallel.checkpoint_files import Average, _average_of, write_average
 
 
 class Net(mixed_net.Net):
@@ -45,6 +45,7 @@ def test_a_pt_file_loads_with_weights_only(make, tmp_path, consolidated):
     model.save_averaged(path)
     loaded = torch.load(path, weights_only=True)
     assert_same(loaded, model.module)
+    assert _average_of(path) == Average(model._worker.run_id, 0, 0, consolidated, int(consolidated))
     other = Net()
     other.load_state_dict(loaded)
     assert other.extra == {"note": [1, 2.5]}

@@ -60,8 +60,8 @@ def test_a_worker_tells_how_far_it_is(make, tmp_path, method):
     train(model, 5)
     status = ask_anew(model, address)
     assert (status.rank, status.world_size, status.method) == (0, 1, method)
-    counted = (status.gradient_steps, status.samples, status.budget_samples, status.comm_rate)
-    assert counted == (5, 20, 64, 0.5)
+    counted = (status.gradient_steps, status.samples, status.run_samples, status.budget_samples)
+    assert (counted, status.comm_rate) == ((5, 20, 20, 64), 0.5)
     metrics = model._worker.monitoring.page._pages[METRICS_PATH].build()
     assert b'gossipdp_budget_samples{rank="0"} 64.0\n' in metrics
     assert b'gossipdp_samples_total{rank="0"} 20.0\n' in metrics

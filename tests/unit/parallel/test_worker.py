@@ -61,8 +61,10 @@ def test_strict_pace_waits_until_a_demand_is_served(monkeypatch, events):
 
     protocol = SimpleNamespace(pairing=pairing, neighbours=frozenset({0}))
     thread = SimpleNamespace(steps_behind=0, check=lambda: None)
-    Pace(Options(exchange=Exchange(pace="strict"))).wait(protocol, thread, take)
+    paced = Pace(Options(exchange=Exchange(pace="strict")))
+    paced.wait(protocol, thread, take)
     assert next(turns) == max(events) + 1
+    assert paced.waited_s > 0.0
 
 
 @pytest.mark.parametrize(
