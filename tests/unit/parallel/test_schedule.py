@@ -70,11 +70,7 @@ def test_it_follows_the_run_and_not_this_worker_s_steps_and_resumes_from_the_fir
 
 def test_it_follows_a_compiled_wrapper():
     """That has the progress by ``__getattr__`` alone."""
-
-    class Model(nn.Linear):
-        def progress(self) -> float:
-            return 0.5
-
-    optimizer = sgd(0.8)
-    ProgressLR(optimizer, torch.compile(Model(2, 2)), "linear")
+    net, optimizer = nn.Linear(2, 2), sgd(0.8)
+    net.progress = lambda: 0.5
+    ProgressLR(optimizer, torch.compile(net), "linear")
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.4)
