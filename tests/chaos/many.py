@@ -23,15 +23,17 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+
 import psutil
 import torch
 from torch import Tensor, nn
+from waiting import wait_until
 
 import gossipdp
 from gossipdp import Counting, GossipDataParallel, Network, WorkerFailedError, launch
@@ -68,10 +70,7 @@ def drawn(out: Tensor, *seeds: int) -> Tensor:
 
 
 class Turns:
-    """The longest turns of this process's gossip thread, by phase, in milliseconds.
-
-    They leave out the time in which the thread was ready to run and no core was free.
-    """
+    """The longest turns of this process's gossip thread, by phase, without waits for a core."""
 
     def __init__(self) -> None:
         self.phase = PHASES[0]
@@ -84,7 +83,6 @@ class Turns:
         left_s = waited_s = 0.0
 
         def times() -> tuple[float, float]:
-            """Return the time, and for how long this thread has waited for a core, in seconds."""
             return time.monotonic(), int(os.pread(schedule, 64, 0).split()[1]) / 1e9
 
         def watched_run(thread: GossipThread) -> None:
@@ -128,7 +126,6 @@ class End:
 
 
 def train(directory: Path, arguments: argparse.Namespace, began_s: float) -> End:
-    """Start, see another die and come again, exchange, consolidate, and look at the values."""
     torch.set_num_threads(1)
     turns, num_workers = Turns(), arguments.workers
     turns.watch()
@@ -151,12 +148,13 @@ def train(directory: Path, arguments: argparse.Namespace, began_s: float) -> End
         came_s.append(time.monotonic() - began_s)
 
     def together(name: str, told: str = "") -> list[str]:
-        """Go on once all have come this far, and return what they tell; of each its last life."""
+        """Go on once all have come this far, and return what the last life of each tells."""
         path = directory / f"{name}-{rank}"
         path.with_suffix(".new").write_text(told)
         path.with_suffix(".new").rename(path)
         paths = [directory / f"{name}-{each}" for each in range(num_workers)]
-        wait_until(lambda: all(each.exists() for each in paths))
+        pause = partial(time.sleep, 0.05)
+        wait_until(lambda: all(map(Path.exists, paths)), "all come this far", pause, LIMIT_S)
         return [each.read_text() for each in paths]
 
     if life == 0:
@@ -208,14 +206,6 @@ def train(directory: Path, arguments: argparse.Namespace, began_s: float) -> End
     )
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    while not condition():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"the others did not come as far in {LIMIT_S:g} s")
-        time.sleep(0.05)
-
-
 @torch.no_grad()
 def largest_error(pieces: list[nn.Parameter], counts: list[int]) -> tuple[float, float]:
     """Return how far the values are from the mean in float64, at most, and the largest value."""
@@ -247,8 +237,8 @@ def problems_of(ends: list[End], longest_ms: float) -> list[str]:
         if end.steps_by_rank != steps:
             problems.append(f"worker {end.rank} tells steps {end.steps_by_rank}, not {steps}")
         if not end.largest_error <= end.allowed_error:
-            off = f"values are off by up to {end.largest_error:g}, which no rounding explains"
-            problems.append(f"{off}: {end.allowed_error:g}")
+            error, allowed = end.largest_error, end.allowed_error
+            problems.append(f"values are off by up to {error:g}, and rounding explains {allowed:g}")
         problems += [
             f"the gossip thread of worker {end.rank} did not look up for {turn_ms:.0f} ms ({phase})"
             for phase, turn_ms in end.longest_ms.items()

@@ -35,7 +35,6 @@ PAUSE_S = 0.04
 
 
 def make_net() -> nn.Module:
-    """Return the net, of about 300,000 parameters; in it are averages and a count of BatchNorm."""
     layers = nn.Linear(64, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Linear(512, 512)
     return nn.Sequential(*layers, nn.ReLU(), nn.Linear(512, 10))
 
@@ -61,7 +60,6 @@ def open_things() -> tuple[Counter[str], list[str]]:
 
 
 def main(directory: Path) -> None:
-    """Train, average now and then, and end with an average whose inputs are kept."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
     kinds, threads = open_things()
     net = make_net()

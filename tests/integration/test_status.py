@@ -7,11 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
+from small_run import SmallRun
 from waiting import wait_until
 
-from gossipdp import GossipDataParallel, Monitor, Network, WorkerFailedError
+from gossipdp import Monitor, Network, WorkerFailedError
 from gossipdp.launcher.environment import show_address
 from gossipdp.observe.board import JobStatus, StatusBoard
 from gossipdp.observe.status import StatusPoll
@@ -22,23 +21,17 @@ NUM_WORKERS = 4
 
 
 def train(directory: Path) -> None:
-    """Until the file ``enough`` is there; worker 0 tells where it shows its status."""
-    net = nn.Linear(8, 4)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    model = GossipDataParallel(
-        net, optimizer, graph="ring", network=Network(timeout_s=1.0), monitor=Monitor(status_port=0)
-    )
-    if model.rank == 0:
-        assert model._worker.monitoring.page is not None
-        (directory / "new").write_text(show_address(*model._worker.monitoring.page.announced("")))
+    """Train until the file ``enough`` is there; worker 0 tells where it shows its status."""
+    network, monitor = Network(timeout_s=1.0), Monitor(status_port=0)
+    run = SmallRun(0.005, graph="ring", network=network, monitor=monitor)
+    page = run.model._worker.monitoring.page
+    if run.rank == 0:
+        assert page is not None
+        (directory / "new").write_text(show_address(*page.announced("")))
         (directory / "new").rename(directory / "address")
-    pause_s = 0.05 if model.rank == 3 else 0.005
-    while not (directory / "enough").exists():
-        optimizer.zero_grad()
-        model(torch.ones(2, 8)).square().mean().backward()
-        optimizer.step()
-        time.sleep(pause_s)
-    model.consolidate()
+    run.pause_s *= 10 if run.rank == 3 else 1
+    run.train_until((directory / "enough").exists)
+    run.model.consolidate()
 
 
 def states(job: JobStatus) -> list[str]:

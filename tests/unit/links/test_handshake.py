@@ -4,6 +4,7 @@ import struct
 
 import msgspec
 import pytest
+from links import feed, identity
 
 from gossipdp.links import handshake
 from gossipdp.links.handshake import MAX_TEXT, VERSION, Handshake, HandshakeError, Identity, Refusal
@@ -11,23 +12,8 @@ from gossipdp.links.handshake import MAX_TEXT, VERSION, Handshake, HandshakeErro
 SECRET = b"a secret"
 
 
-def identity(rank: int, **changes: object) -> Identity:
-    settings = "run", "model", "a2cid2", "ring of 4", "1.0", "float32"
-    plain = Identity(rank, 0, 1000 + rank, *settings, host="127.0.0.1", port=4000 + rank)
-    return msgspec.structs.replace(plain, **changes)
-
-
-def feed(machine: Handshake, data: bytes) -> bytes:
-    """Give ``machine`` bytes as it wants them; what it did not want comes back."""
-    while data and machine.num_wanted:
-        count = machine.num_wanted
-        machine.receive(data[:count])
-        data = data[count:]
-    return data
-
-
 def converse(dialler: Handshake, acceptor: Handshake) -> list[bytes]:
-    """Run both to the end. What was said, in order."""
+    """Run both to the end; return what was said, in order."""
     said = []
     while True:
         outputs = [(dialler.take_output(), acceptor), (acceptor.take_output(), dialler)]
@@ -92,7 +78,7 @@ def test_wrong_secret_is_said_as_such_on_both_sides():
 
 
 def test_an_acceptor_says_nothing_of_itself_before_the_proof():
-    dialler, acceptor = pair()
+    dialler, acceptor = pair(theirs=identity(1, host="127.0.0.1"))
     feed(acceptor, dialler.take_output())
     said = acceptor.take_output()
     assert not any(own.encode() in said for own in ("model", "ring of 4", "float32", "127.0.0.1"))

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from clocks import Clock
-from links import has_ended
+from links import EXCHANGE, has_ended, identity, key
 
 from gossipdp.links import tcp
-from gossipdp.links.frames import HEADER_BYTES, ChunkKey, FrameType, pack_header, run_tag
+from gossipdp.links.frames import HEADER_BYTES, FrameType, pack_header, run_tag
 from gossipdp.links.handshake import MAGIC, VERSION, Handshake
 
 PREFIX = MAGIC + bytes(VERSION)
@@ -67,7 +67,7 @@ class Exchanging:
         payload = memoryview(bytes([self.sent % 251]) * 100_000)
         for there, back in self.links:
             for link in (there, back):
-                link.send_chunk(FrameType.EXCHANGE_CHUNK, ChunkKey(1, 0, self.sent, 0), payload)
+                link.send_chunk(EXCHANGE, key(self.sent), payload)
         nodes = [self.hub, *self.neighbours]
         self.world.until(
             lambda: all(
@@ -129,7 +129,7 @@ def test_a_chunk_that_nobody_asked_for_takes_no_memory(world):
     good.hub.handler.hooks["chunk_buffer"] = lambda *_: None
     payload = memoryview(bytes(16 << 20))
     tracemalloc.start()
-    traitor.link(good.hub).send_chunk(FrameType.STATE_CHUNK, ChunkKey(9, 0, 1, 0), payload)
+    traitor.link(good.hub).send_chunk(FrameType.STATE_CHUNK, key(), payload)
     world.until(lambda: good.hub.handler.of("chunk"))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -214,7 +214,7 @@ def test_a_flood_drives_out_none_that_know_the_run(world, guests, monkeypatch):
     """If there are too many, those that have said nothing go first, however young."""
     monkeypatch.setattr(tcp, "MAX_UNAUTHENTICATED", 8)
     node = world.tcp(0)
-    hello = Handshake(world.identity(5), b"?", dialler=True).take_output()
+    hello = Handshake(identity(5), b"?", dialler=True).take_output()
     early = [guests.knock(node, hello) for _ in range(6)]
     world.settle(turns=5)
     for _ in range(40):
