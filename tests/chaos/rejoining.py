@@ -1,17 +1,13 @@
-"""``make chaos``: who comes into a run that goes on trains with it, also without its store.
-
-.venv/bin/python -m pytest -s tests/chaos/rejoining.py
-"""
+"""``make chaos``: who comes into a run that goes on trains with it, also without its store."""
 
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from run_processes import RunCommand
+from run_processes import RunCommand, free_port
 from waiting import LONGEST_S
 
 from gossipdp.gossip.loop import REPORT_INTERVAL_S
@@ -66,8 +62,7 @@ class Host(RunCommand):
 
 def test_restarts_and_joins_without_the_host_of_the_store(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        rendezvous = f"127.0.0.1:{free.getsockname()[1]}"
+    rendezvous = f"127.0.0.1:{free_port()}"
     secret = tmp_path / "secret"
     secret.write_text("a secret of this test")
     secret.chmod(0o600)

@@ -94,13 +94,10 @@ class Life:
             self.samples.append(((now_s - self.began_s) / 60, *sample))
 
     def trends(self) -> dict[str, tuple[float, float]]:
-        """Return the slope of each measure a minute, and its error; none of too short a life.
-
-        A line goes through the means of stretches: neighbouring samples resemble each other, so the
-        error of a line through all of them would be too small.
-        """
+        """Return the slope of each measure a minute, and its error; none of too short a life."""
         if not self.samples or self.samples[-1][0] < WARM_UP_MINUTES + JUDGED_MINUTES:
             return {}
+        # Of neighbouring samples, which resemble each other, the mean counts as one.
         stretches: dict[int, list[tuple[float, ...]]] = {}
         for sample in self.samples:
             if sample[0] >= WARM_UP_MINUTES:
@@ -375,11 +372,7 @@ class Soak:
 
 
 def errors_in(lines: list[str]) -> list[str]:
-    """Return the lines that report an error of the run.
-
-    One is not the run's: Python's own ``resource_sharer`` raises and prints it if a data
-    loader's process is killed while it hands a descriptor over.
-    """
+    """Return the lines that report an error, except that of a loader killed in a hand-over."""
     found, is_of_sharer = [], False
     for line in lines:
         is_of_sharer &= "Traceback (most recent call last)" not in line

@@ -1,7 +1,6 @@
 """The training script of ``soak.py``: one worker, which keeps a diary of its steps.
 
-It trains until there is a file ``end``, which holds how many workers are in the run then. All that
-it tells is in files of the directory that is its argument.
+It trains until there is a file ``end``, which holds how many workers are in the run then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """``examples/clusters/slurm.sbatch``, and the replicas of docs/shards.md, on a Slurm of one node.
 
-The tests start it by themselves.
-
 ``make cluster-test``, as root, with Debian's packages slurm-wlm and munge.
 """
 
@@ -15,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_processes import path_before
+from run_processes import free_port, path_before
 from waiting import wait_until
 
 from gossipdp.links.tls import make_tls_files
@@ -108,11 +106,6 @@ class Slurm:
         """Return the state of a job, such as RUNNING."""
         words = self.call("scontrol", "show", "job", job).split()
         return next(word.partition("=")[2] for word in words if word.startswith("JobState="))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -253,12 +253,10 @@ def _news() -> tuple[tuple[Member, ...], tuple[ProgressEntry, ...]]:
 
 
 def protocol_worker(data: bytes) -> None:
-    """Any sequence of messages that decode leaves the protocol able to go on.
+    """Any sequence of messages that decode leaves the protocol able to go on, and to be heard.
 
-    What it answers can be said: it is encoded, and within the bounds of those who hear it.
-
-    The first byte of each record is its length in bytes and the second names its sender,
-    so that the fuzzer may cut and join real messages.
+    The first byte of each record is its length and the second names its sender, so that the fuzzer
+    may cut and join real messages.
     """
     worker = protocol_of(0, process_id=100, constants=_ring(), num_chunks=2, num_copied_chunks=1)
     now = 0.0

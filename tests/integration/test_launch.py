@@ -4,7 +4,6 @@ import inspect
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +16,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from run_processes import wait_until_gone
+from run_processes import free_port, wait_until_gone
 from waiting import FOR_EVER_S, LONGEST_S, wait_until
 
 from gossipdp.errors import WorkerFailedError
@@ -56,9 +55,7 @@ def test_workers_meet_beside_the_users_own_process_group(workers, rendezvous_fir
     """At the launcher's store, or, without a launcher, at the one that worker 0 hosts."""
     variables = {}
     if by_hand:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        variables = {"TORCHELASTIC_USE_AGENT_STORE": "", "MASTER_PORT": str(port)}
+        variables = {"TORCHELASTIC_USE_AGENT_STORE": "", "MASTER_PORT": str(free_port())}
     results = workers(all_reduce_beside_a_rendezvous, 3, (rendezvous_first,), environment=variables)
     assert {total for total, *_ in results} == {3.0}
     addresses = {rank: ("127.0.0.1", 1000 + rank) for rank in range(3)}

@@ -15,10 +15,7 @@ NUM_STEPS = 60
 
 
 def train(choice: Any) -> tuple[Tensor, Tensor, int]:
-    """Train a net of three chunks; return its moments, its parameters and the failed exchanges.
-
-    Data differ in size between workers, and so do the second moments of each alone.
-    """
+    """Return the moments, parameters and failed exchanges; data differ in size between workers."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 700), nn.ReLU(), nn.Linear(700, 900))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, betas=(0.9, 0.98))

@@ -49,10 +49,7 @@ class Lagging(Worker):
 
 
 def join_at_once(directory: Path) -> Seen:
-    """Run as one of three replicas: the first is the run, and the others join it at once.
-
-    The learning rate is 0: parameters stay as they were at the start of the run.
-    """
+    """Run as one of three replicas, the first or one of two that join; the learning rate is 0."""
     torch.set_num_threads(1)
     is_run = os.environ["GOSSIPDP_RANK"] == "0"
     os.environ["GOSSIPDP_WORLD_SIZE"] = "1"

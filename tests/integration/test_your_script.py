@@ -235,10 +235,7 @@ def test_the_change_does_what_it_says(name, seen):
 
 
 def die_in_an_evaluation(script: str, directory: Path) -> None:
-    """Run the script; the lead is killed in its evaluation of epoch 1, the others are in epoch 2.
-
-    Nobody gets an epoch ahead of the lead, so it is busy during none.
-    """
+    """Run the script; the lead is killed in its evaluation of epoch 1, when others are in 2."""
     os.chdir(directory)
     torch.set_num_threads(1)
 

@@ -2,8 +2,7 @@
 
     python tests/support/framework_runs.py results.json
 
-A process of its own: its fork server imports the frameworks once, which costs some ten seconds of
-CPU time that no other test shall wait for.
+A process of its own: its fork server imports the frameworks, which takes ten seconds of CPU time.
 """
 
 import hashlib

@@ -189,7 +189,6 @@ class World:
         node.transport.close()
 
     def join(self, first: Node, second: Node) -> tuple[Link, Link]:
-        """Link two workers, ``first`` dialling."""
         first.dial(second)
         self.until(
             lambda: second.rank in first.handler.links and first.rank in second.handler.links
@@ -200,7 +199,6 @@ class World:
         return there, back
 
     def pair(self, make: Callable[[int], Node]) -> tuple[Node, Node, Link, Link]:
-        """Make workers 0 and 1, and link them, 0 dialling."""
         first, second = make(0), make(1)
         return first, second, *self.join(first, second)
 
@@ -217,10 +215,7 @@ def has_ended(connection: socket.socket) -> bool:
 
 
 class MemoryLink(Link):
-    """A link without a network: what is queued stays there until a test takes it.
-
-    ``controls``, and ``queue`` with (frame type, key, payload) of each chunk.
-    """
+    """A link without a network: what is queued stays there until a test takes it."""
 
     def __init__(self, peer: int = 0) -> None:
         super().__init__()
