@@ -34,11 +34,12 @@ TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "TORCHELASTIC_RESTART_COUNT": "2",
 }
+_ports = iter(range(20000 + os.getpid() % 10000, 32768))
 
 
 def free_port() -> int:
-    """Return a free port of those that no process is given that asks for any."""
-    for port in range(20000 + os.getpid() % 10000, 32768):
+    """Return a free port of those that no process is given that asks for any; another each time."""
+    for port in _ports:
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
     raise AssertionError("no free port")

@@ -181,8 +181,14 @@ def test_a_slow_loris_is_shown_out_after_the_time_limit(world, guests, kind, sai
     clock.now_s = 4.9
     world.settle(turns=5)
     assert len(good.hub.transport._openings) == 10
-    clock.now_s = 5.0
-    world.until(lambda: all(has_ended(guest) for guest in guests.open))
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # nor does a dial wait for longer
+        good.hub.transport.dial(9, *silent.getsockname())
+        world.settle()
+        clock.now_s = 5.0
+        world.until(lambda: all(map(has_ended, guests.open)))
+        assert good.hub.handler.of("dial_failed") == []
+        clock.now_s = 9.9
+        world.until(lambda: good.hub.handler.of("dial_failed"))
     assert not good.hub.transport._openings
     good.assert_undisturbed()
 

@@ -51,21 +51,6 @@ def test_a_failed_dial_says_which_address_it_was(world):
     assert node.handler.events == [("dial_failed", 1, (gone.host, gone.port), True)]
 
 
-def test_somebody_listens_and_says_nothing(world):
-    clock = Clock()
-    node = world.tcp(0, clock=clock)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = silent.getsockname()
-        node.transport.dial(1, *address)
-        world.settle()
-        clock.now_s = 4.9
-        world.settle()
-        assert node.handler.events == []
-        clock.now_s = 5.0
-        world.settle()
-    assert node.handler.events == [("dial_failed", 1, address, False)]
-
-
 def test_an_address_that_is_not_numeric_or_no_port_is_a_failed_dial(world, caplog):
     node = world.tcp(0)
     addresses = [("a-name.example", 4000), ("127.0.0.1", 70000), ("fe80::1%nowhere", 4000)]

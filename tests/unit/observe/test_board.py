@@ -259,13 +259,10 @@ def test_once_nobody_answers_the_last_stays_and_says_how_old_it_is():
     assert "Connection refused" in job.board.failures[address_of(0)]
 
 
-def test_a_run_is_over_when_all_average_or_the_budget_is_used_up():
+def test_a_run_is_over_when_all_average_or_the_budget_is_or_must_be_used_up():
     for facts in ({"state": "averaging"}, {"budget_samples": 100}):
         assert Job(0).look({0: status(0, 1, **facts)}).is_over
     assert not Job(0).look({0: status(0, 1, budget_samples=101)}).is_over
-
-
-def test_a_run_that_was_near_its_end_is_over_soon_after_the_last_answer():
     job = Job(0)
     facts: dict[str, Any] = {"budget_samples": 1000, "members": (member(0),)}
     job.look({0: status(0, 1, samples=850, run_samples=850, **facts)})
