@@ -73,7 +73,6 @@ class Life:
     killed_s: float | None = None
     most_links: int = 0
     samples: list[tuple[float, float, float, float]] = field(default_factory=list)
-    ports: set[int] = field(default_factory=set)
 
     def __str__(self) -> str:
         return f"{self.name}, process {self.process.pid},"
@@ -155,11 +154,7 @@ class Soak:
         for path in self.files.glob("life-*"):
             rank, pid = key = life_of(path)
             if key not in self.lives and runs(pid):
-                life = self.lives[key] = Life(f"worker {rank}", psutil.Process(pid), now_s)
-                with suppress(psutil.Error):
-                    connections = life.process.net_connections(kind="tcp")
-                    listening = [each for each in connections if each.status == "LISTEN"]
-                    life.ports = {each.laddr.port for each in listening}
+                self.lives[key] = Life(f"worker {rank}", psutil.Process(pid), now_s)
         for command in self.commands:
             if command.process.poll() is not None and not (self.files / "end").exists():
                 raise RuntimeError(f"the run ended early:\n{command.output.read_text()[-4000:]}")
@@ -217,9 +212,9 @@ class Soak:
         """Let one join, and leave again after a while; the last one stays."""
         pause_s = self.join_for_s / 8
         if self.joiner is None and now_s >= self._joins_s and 0 in self.live():
-            (port,) = self.live()[0].ports
             self.counts["joins"] += 1
-            self.joiner = self._start(f"join-{self.counts['joins']}", "--join", f"127.0.0.1:{port}")
+            address = self.run.output.read_text().partition("--join ")[2].split()[0]
+            self.joiner = self._start(f"join-{self.counts['joins']}", "--join", address)
             self._leaves_s = now_s + self.join_for_s
         elif self.joiner is not None and self._leaves_s <= now_s < last_s - self.join_for_s:
             here = [life for rank, life in self.live().items() if rank >= self.num_workers]
