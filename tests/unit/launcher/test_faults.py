@@ -24,7 +24,7 @@ KILLED = "died of signal 9 (SIGKILL)"
         ("kill every 1.5h", Clause("kill", time_s=5400.0, every=True)),
         ("stop 8s", Clause("stop", for_s=8.0)),
         ("stop 2 for 500ms every 2m", Clause("stop", 2, 120.0, True, for_s=0.5)),
-        ("slow 4x every 30s", Clause("slow", time_s=30.0, every=True, factor=4.0)),
+        ("slow 4x every 100ms", Clause("slow", time_s=0.1, every=True, factor=4.0)),
         ("slow 2.5x 1 at 3s for 10s", Clause("slow", 1, 3.0, for_s=10.0, factor=2.5)),
     ],
 )

@@ -367,6 +367,16 @@ def test_addresses_are_bounded_and_garbage_is_skipped(channel):
     assert last == Report(rank=3)
 
 
+def test_who_joins_is_told_the_newest_addresses_of_many():
+    info = JoinInfo()
+    info.take(Report(addresses={rank: ("127.0.0.1", 1000 + rank) for rank in range(40)}))
+    told = info.join_variables(39, 0)
+    ports = [int(address.rpartition(":")[2]) for address in told["GOSSIPDP_JOIN"].split(",")]
+    assert ports == list(range(1038, 1006, -1))
+    joiner = Environment.read(told | {"RANK": "39", "GOSSIPDP_RUN_ID": "r"})
+    assert [port for _, port in joiner.addresses_to_join()] == list(range(1038, 1007, -1))
+
+
 def test_a_full_queue_and_an_end_without_a_reader_do_no_harm(channel):
     variables = report_variables(channel.sender)
     taken = 0

@@ -188,6 +188,7 @@ def test_another_version_of_gossipdp_is_told_to_both(place):
         (prefix(handshake.MAX_MESSAGE_BYTES + 1), "of 4097 bytes"),
         (prefix(3) + b"\xff\xff\xff", "malformed"),
         (prefix(4) + b"\x93\x01\x02\x03", "malformed"),
+        (message_of([1, msgspec.to_builtins(identity(0)), None, b"short"]), "nonce of 5 bytes"),
     ],
 )
 def test_garbage_is_one_error(data, fault):

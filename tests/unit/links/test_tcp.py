@@ -291,7 +291,10 @@ def test_no_descriptor_for_a_guest(world, monkeypatch):
     world.settle()
     assert node.handler.events == []
     monkeypatch.undo()
-    clock.now_s = 0.3
+    clock.now_s = 0.19
+    world.settle()
+    assert not node.handler.links
+    clock.now_s = 0.2
     world.until(lambda: node.handler.links)
 
 
