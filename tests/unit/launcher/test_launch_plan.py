@@ -269,11 +269,6 @@ def drip(connection: socket.socket) -> None:
         time.sleep(0.02)
 
 
-def say_nothing(connection: socket.socket) -> None:
-    while connection.recv(1000):
-        pass
-
-
 def test_a_worker_says_to_which_run_it_belongs():
     def greet(connection: socket.socket) -> None:
         handshake = as_a_worker()
@@ -291,7 +286,6 @@ def test_a_worker_says_to_which_run_it_belongs():
     [
         (lambda peer: peer.sendall(b"HTTP/1.1 400 Bad\r\n"), LONGEST_S, "connection starts with"),
         (lambda peer: peer.recv(10), LONGEST_S, "closed the connection|reset by peer"),
-        (say_nothing, 0.05, "timed out"),
         (drip, 0.2, "in time|timed out"),
         (refuse, LONGEST_S, "TLS is off"),
     ],
