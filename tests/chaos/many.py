@@ -8,10 +8,8 @@ One worker dies once all have met, and comes back. All train until each has exch
 consolidate. Start values and gradients follow from seeds and lie in one piece of ten million values
 at a time. So the average is known: the start, and the mean of what all workers added.
 
-Printed is the longest turn of a gossip thread: from one wait for events to the next. In it a worker
-hears and answers nobody. The time for which the thread waited for a core is left out.
-
-benchmarks/results/many.json and large.json are of version 0.2.0.dev0, which had a script for each.
+Printed is the longest turn of a gossip thread, from one wait for events to the next: in it a worker
+hears and answers nobody.
 """
 
 import argparse
@@ -23,15 +21,16 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+
 import psutil
 import torch
 from torch import Tensor, nn
+from waiting import wait_until
 
 import gossipdp
 from gossipdp import Counting, GossipDataParallel, Network, WorkerFailedError, launch
@@ -68,10 +67,7 @@ def drawn(out: Tensor, *seeds: int) -> Tensor:
 
 
 class Turns:
-    """The longest turns of this process's gossip thread, by phase, in milliseconds.
-
-    They leave out the time in which the thread was ready to run and no core was free.
-    """
+    """The longest turns of this process's gossip thread, by phase, without waits for a core."""
 
     def __init__(self) -> None:
         self.phase = PHASES[0]
@@ -84,7 +80,6 @@ class Turns:
         left_s = waited_s = 0.0
 
         def times() -> tuple[float, float]:
-            """Return the time, and for how long this thread has waited for a core, in seconds."""
             return time.monotonic(), int(os.pread(schedule, 64, 0).split()[1]) / 1e9
 
         def watched_run(thread: GossipThread) -> None:
@@ -108,27 +103,7 @@ class Turns:
         TcpTransport._collect_events = watched_wait  # type: ignore[method-assign]
 
 
-@dataclass(frozen=True)
-class End:
-    """One worker's report; ``came_s`` says after how long it came to each phase, and to the end."""
-
-    rank: int
-    num_averaged: int
-    steps: int
-    steps_by_rank: dict[int, int]
-    exchanges: int
-    exchanges_failed: int
-    digest: str
-    largest_error: float
-    allowed_error: float
-    longest_ms: dict[str, float]
-    came_s: list[float]
-    memory_mb: float
-    descriptors: int
-
-
-def train(directory: Path, arguments: argparse.Namespace, began_s: float) -> End:
-    """Start, see another die and come again, exchange, consolidate, and look at the values."""
+def train(directory: Path, arguments: argparse.Namespace, began_s: float) -> dict[str, Any]:
     torch.set_num_threads(1)
     turns, num_workers = Turns(), arguments.workers
     turns.watch()
@@ -151,12 +126,13 @@ def train(directory: Path, arguments: argparse.Namespace, began_s: float) -> End
         came_s.append(time.monotonic() - began_s)
 
     def together(name: str, told: str = "") -> list[str]:
-        """Go on once all have come this far, and return what they tell; of each its last life."""
+        """Go on once all have come this far, and return what the last life of each tells."""
         path = directory / f"{name}-{rank}"
         path.with_suffix(".new").write_text(told)
         path.with_suffix(".new").rename(path)
         paths = [directory / f"{name}-{each}" for each in range(num_workers)]
-        wait_until(lambda: all(each.exists() for each in paths))
+        pause = partial(time.sleep, 0.05)
+        wait_until(lambda: all(map(Path.exists, paths)), "all come this far", pause, LIMIT_S)
         return [each.read_text() for each in paths]
 
     if life == 0:
@@ -191,29 +167,21 @@ def train(directory: Path, arguments: argparse.Namespace, began_s: float) -> End
     # Each step, and an exchange's delta, share and sum, round once; so does each of the last sums.
     most_exchanges = max(int(exchanges) for _, exchanges in told)
     roundings = max(counts) / len(pieces) + 3 * most_exchanges + num_workers
-    return End(
-        rank=rank,
-        num_averaged=result.world_size,
-        steps=steps,
-        steps_by_rank=result.gradient_steps_by_rank,
-        exchanges=stats.exchanges,
-        exchanges_failed=stats.exchanges_failed,
-        digest=digest.hexdigest()[:16],
-        largest_error=error,
-        allowed_error=roundings * ROUNDING * largest,
-        longest_ms=turns.longest_ms,
-        came_s=came_s,
-        memory_mb=own.memory_full_info().pss / 2**20,
-        descriptors=own.num_fds(),
-    )
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    while not condition():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"the others did not come as far in {LIMIT_S:g} s")
-        time.sleep(0.05)
+    return {
+        "rank": rank,
+        "num_averaged": result.world_size,
+        "steps": steps,
+        "steps_by_rank": result.gradient_steps_by_rank,
+        "exchanges": stats.exchanges,
+        "exchanges_failed": stats.exchanges_failed,
+        "digest": digest.hexdigest()[:16],
+        "largest_error": error,
+        "allowed_error": roundings * ROUNDING * largest,
+        "longest_ms": turns.longest_ms,
+        "came_s": came_s,  # to each phase, and to the end
+        "memory_mb": own.memory_full_info().pss / 2**20,
+        "descriptors": own.num_fds(),
+    }
 
 
 @torch.no_grad()
@@ -238,20 +206,20 @@ def end_at_the_second(failures: list[Failure], failure: Failure) -> None:
         raise WorkerFailedError(describe(failures))
 
 
-def problems_of(ends: list[End], longest_ms: float) -> list[str]:
-    problems = ["workers hold unlike bits"] if len({end.digest for end in ends}) > 1 else []
-    steps = {end.rank: end.steps for end in ends}
+def problems_of(ends: list[dict[str, Any]], longest_ms: float) -> list[str]:
+    problems = ["workers hold unlike bits"] if len({end["digest"] for end in ends}) > 1 else []
+    steps = {end["rank"]: end["steps"] for end in ends}
     for end in ends:
-        if end.num_averaged != len(ends):
-            problems.append(f'worker {end.rank} ended with "{end.num_averaged} of {len(ends)}"')
-        if end.steps_by_rank != steps:
-            problems.append(f"worker {end.rank} tells steps {end.steps_by_rank}, not {steps}")
-        if not end.largest_error <= end.allowed_error:
-            off = f"values are off by up to {end.largest_error:g}, which no rounding explains"
-            problems.append(f"{off}: {end.allowed_error:g}")
+        who, error, allowed = (end[name] for name in ("rank", "largest_error", "allowed_error"))
+        if end["num_averaged"] != len(ends):
+            problems.append(f"worker {who} ended with {end['num_averaged']} of {len(ends)}")
+        if end["steps_by_rank"] != steps:
+            problems.append(f"worker {who} tells steps {end['steps_by_rank']}, not {steps}")
+        if not error <= allowed:
+            problems.append(f"values are off by up to {error:g}, and rounding explains {allowed:g}")
         problems += [
-            f"the gossip thread of worker {end.rank} did not look up for {turn_ms:.0f} ms ({phase})"
-            for phase, turn_ms in end.longest_ms.items()
+            f"the gossip thread of worker {who} did not look up for {turn_ms:.0f} ms ({phase})"
+            for phase, turn_ms in end["longest_ms"].items()
             if turn_ms >= longest_ms
         ]
     return problems
@@ -274,7 +242,7 @@ def main() -> int:
     if available < needed:
         return 2
     os.environ["OMP_NUM_THREADS"] = "1"
-    ends: list[End] = []
+    ends: list[dict[str, Any]] = []
     problems: list[str] = []
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
@@ -293,12 +261,12 @@ def main() -> int:
         f"{platform.python_version()}, torch {torch.__version__}",
         "load_average": os.getloadavg()[0],
         "seconds": round(time.monotonic() - began_s, 1),
-        "workers": [asdict(end) for end in ends],
+        "workers": ends,
         "problems": problems,
     }
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     arguments.results.write_text(json.dumps(results, indent=1) + "\n")
-    turns_ms = [turn_ms for end in ends for turn_ms in end.longest_ms.values()]
+    turns_ms = [turn_ms for end in ends for turn_ms in end["longest_ms"].values()]
     print(f"longest turn: {max(turns_ms, default=0.0):.1f} ms")
     print(f"{results['seconds']} s; {len(problems)} problems; written to {arguments.results}")
     for problem in problems:

@@ -1,14 +1,13 @@
 """Two hosts, here network namespaces with a router between, that lose each other for a while."""
 
-import os
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-from run_processes import RunCommand
+from run_processes import RunCommand, load_script
 
 from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.log import CountsRecord, LogReader, worker_file
@@ -16,6 +15,9 @@ from gossipdp_lab.demo.training import DIGEST, METRIC
 from gossipdp_lab.report.run_log import RunLog, WorkerLog
 
 pytestmark = pytest.mark.processes
+SUPPORT = Path(__file__).parents[2] / "benchmarks" / "support"
+hosts_of_benchmarks = load_script(SUPPORT / "hosts.py")
+ip = partial(hosts_of_benchmarks.run, "ip")
 
 NUM_WORKERS = 6
 HALVES = ({0, 1, 2}, {3, 4, 5})
@@ -33,19 +35,16 @@ train_worker(arguments, float(sys.argv[2]), {})
 """
 
 
-class Hosts:
+class RoutedHosts(hosts_of_benchmarks.Hosts):
     """Two network namespaces and a router that can be told to drop what goes between them."""
 
-    addresses = ("10.77.1.2", "10.77.2.2")
-
     def __init__(self) -> None:
-        mark = f"g{os.getpid() % 100_000}"
-        self.names = (f"{mark}a", f"{mark}b")
-        self.router = f"{mark}r"
+        super().__init__(2)
+        self.addresses = ["10.77.1.2", "10.77.2.2"]
+        self.router = f"{self.mark}r"
 
-    def open(self) -> None:
-        for name in (*self.names, self.router):
-            ip("netns", "add", name)
+    def connect(self) -> None:
+        ip("netns", "add", self.router)
         ip("netns", "exec", self.router, "sysctl", "-q", "-w", "net.ipv4.ip_forward=1")
         for name, address in zip(self.names, self.addresses, strict=True):
             gateway = address[:-1] + "1"
@@ -55,43 +54,27 @@ class Hosts:
                 ip("link", "set", link, "netns", place)
                 ip("-n", place, "address", "add", f"{own}/24", "dev", link)
                 ip("-n", place, "link", "set", link, "up")
-            ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "route", "add", "default", "via", gateway)
 
-    def cut(self) -> None:
-        """Drop everything, in silence."""
+    def disconnect(self) -> None:
+        subprocess.run(["ip", "netns", "del", self.router], check=False, capture_output=True)
+
+    def change(self, verb: str) -> None:
+        """Begin to drop everything, in silence, or end that."""
         for address in self.addresses:
-            ip("-n", self.router, "route", "add", "blackhole", f"{address}/32")
-
-    def heal(self) -> None:
-        for address in self.addresses:
-            ip("-n", self.router, "route", "del", "blackhole", f"{address}/32")
-
-    def close(self) -> None:
-        for name in (*self.names, self.router):
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+            ip("-n", self.router, "route", verb, "blackhole", f"{address}/32")
 
 
 @pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the ip command")
-    made = Hosts()
-    try:
-        made.open()
-        yield made
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
-    finally:
-        made.close()
+def hosts() -> Iterator[RoutedHosts]:
+    if (why := hosts_of_benchmarks.missing()) is not None:
+        pytest.skip(f"network namespaces cannot be had: {why}")
+    with RoutedHosts() as hosts:
+        yield hosts
 
 
 @pytest.fixture
-def runs(hosts: Hosts, tmp_path: Path) -> Iterator[list[RunCommand]]:
+def runs(hosts: RoutedHosts, tmp_path: Path) -> Iterator[list[RunCommand]]:
     script, secret = tmp_path / "script.py", tmp_path / "secret"
     script.write_text(SCRIPT)
     secret.write_text("a secret of this test")
@@ -125,11 +108,11 @@ def test_both_halves_go_on_and_merge_when_the_partition_heals(hosts, runs, tmp_p
         log = LogReader(worker_file(directory, rank))
         runs[0].wait_for(lambda log=log: CountsRecord in map(type, log.read_new()))
     time.sleep(CUT_AT_S)
-    hosts.cut()
+    hosts.change("add")
     cut_s = time.time()
     time.sleep(CUT_FOR_S)
     healed_s, healed_at_s = time.time(), since_boot_s()
-    hosts.heal()
+    hosts.change("del")
     for run in runs:
         assert run.process.wait(120) == 0, run.output.read_text()
     workers = RunLog.read(directory).workers

@@ -1,7 +1,6 @@
 """The training script of ``soak.py``: one worker, which keeps a diary of its steps.
 
-It trains until there is a file ``end``, which holds how many workers are in the run then. All that
-it tells is in files of the directory that is its argument.
+It trains until there is a file ``end``, which holds how many workers are in the run then.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ PAUSE_S = 0.04
 
 
 def make_net() -> nn.Module:
-    """Return the net, of about 300,000 parameters; in it are averages and a count of BatchNorm."""
     layers = nn.Linear(64, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Linear(512, 512)
     return nn.Sequential(*layers, nn.ReLU(), nn.Linear(512, 10))
 
@@ -61,7 +59,6 @@ def open_things() -> tuple[Counter[str], list[str]]:
 
 
 def main(directory: Path) -> None:
-    """Train, average now and then, and end with an average whose inputs are kept."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
     kinds, threads = open_things()
     net = make_net()

@@ -1,7 +1,5 @@
 """``examples/clusters/slurm.sbatch``, and the replicas of docs/shards.md, on a Slurm of one node.
 
-The tests start it by themselves.
-
 ``make cluster-test``, as root, with Debian's packages slurm-wlm and munge.
 """
 
@@ -15,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_processes import VARIABLES
+from run_processes import free_port, path_before
 from waiting import wait_until
 
 from gossipdp.links.tls import make_tls_files
@@ -24,6 +22,7 @@ from gossipdp.links.tls import make_tls_files
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 SBATCH = Path(__file__).parents[2] / "examples" / "clusters" / "slurm.sbatch"
+SUPPORT = Path(__file__).parents[1] / "support"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 # The node says that it has eight cores: more tasks than a small machine has are to run.
 CONFIGURATION = """
@@ -54,38 +53,27 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 
 # Worker 1 dies once, by itself. All train until a file says that they may end.
 SCRIPT = """
-import os, signal, sys, time
+import os, signal, sys
 from pathlib import Path
-import torch
-from gossipdp import Checkpoints, GossipDataParallel
+from gossipdp import Checkpoints
+from small_run import SmallRun
 
 marks = Path(sys.argv[1])
-net = torch.nn.Linear(4, 2)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-model = GossipDataParallel(
-    net, optimizer, graph="complete", checkpoints=Checkpoints(marks / "checkpoints", resume="auto")
-)
-rank, life = model.rank, int(os.environ.get("GOSSIPDP_RESTARTS", "0"))
-job_life, before = os.environ.get("SLURM_RESTART_COUNT", "0"), model.stats().gradient_steps
+run = SmallRun(graph="complete", checkpoints=Checkpoints(marks / "checkpoints", resume="auto"))
+rank, life, stats = run.rank, run.life, run.model.stats
+job_life, before = os.environ.get("SLURM_RESTART_COUNT", "0"), stats().gradient_steps
 print("begins", rank, job_life, life, "resumed" if before else "afresh", flush=True)
-
-def train_until(is_time):
-    while not is_time():
-        optimizer.zero_grad()
-        model(torch.ones(8, 4)).square().mean().backward()
-        optimizer.step()
-        time.sleep(0.01)
 
 def all_there(*names):
     return all((marks / name).exists() for name in names)
 
-train_until(lambda: model.stats().exchanges_answered >= 2)
+run.train_until(lambda: stats().exchanges_answered >= 2)
 (marks / f"{job_life}.{rank}.{life}").touch()
-train_until(lambda: all_there(*(f"{job_life}.{other}.0" for other in range(3))))
+run.train_until(lambda: all_there(*(f"{job_life}.{other}.0" for other in range(3))))
 if rank == 1 and life == 0 and job_life == "0":
     os.kill(os.getpid(), signal.SIGKILL)
-train_until(lambda: all_there("end"))
-done = model.consolidate()
+run.train_until(lambda: all_there("end"))
+done = run.model.consolidate()
 print("done", rank, job_life, done.world_size, flush=True)
 """
 
@@ -95,7 +83,7 @@ class Slurm:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.variables = VARIABLES | {
+        self.variables = path_before(SUPPORT) | {
             "SLURM_CONF": str(directory / "slurm.conf"),
             "TLS_DIRECTORY": str(directory / "tls"),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -118,11 +106,6 @@ class Slurm:
         """Return the state of a job, such as RUNNING."""
         words = self.call("scontrol", "show", "job", job).split()
         return next(word.partition("=")[2] for word in words if word.startswith("JobState="))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

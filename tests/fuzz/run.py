@@ -12,6 +12,7 @@ command that replays it is printed; replaying needs no atheris.
 import argparse
 import hashlib
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,16 +40,13 @@ def main() -> int:
     from targets import TARGETS
 
     names = arguments.target or list(TARGETS)
-    unknown = [name for name in names if name not in TARGETS]
-    if unknown:
-        parser.error(f"no target {unknown[0]}; choose of {', '.join(TARGETS)}")
     failed = [name for name in names if not _fuzz(name, arguments.seconds)]
     print(f"fuzzed {len(names)} targets; failed: {', '.join(failed) or 'none'}")
     return 1 if failed else 0
 
 
 def _fuzz(name: str, seconds: int) -> bool:
-    """Fuzz one target in a process of its own; whether nothing was found."""
+    """Fuzz one target in a process of its own; return whether nothing was found."""
     from targets import SEEDS
 
     corpus, failures = WORK / "corpus" / name, WORK / "failures"
@@ -62,12 +60,7 @@ def _fuzz(name: str, seconds: int) -> bool:
     where = [f"-artifact_prefix={failures}/{name}-", str(corpus)]
     command = [sys.executable, __file__, "--inside", name, *limits, *where]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
-    stats = dict(
-        line.removeprefix("stat::").split(":", 1)
-        for line in done.stderr.splitlines()
-        if line.startswith("stat::")
-    )
-    executed = stats.get("number_of_executed_units", "?").strip()
+    executed, *_ = [*re.findall(r"number_of_executed_units: *(\d+)", done.stderr), "?"]
     print(f"{name}: {executed} inputs, corpus of {len(list(corpus.iterdir()))}", flush=True)
     if done.returncode == 0:
         return True

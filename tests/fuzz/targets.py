@@ -16,7 +16,7 @@ import msgspec
 import networkx
 import torch
 from driven_worker import protocol_of
-from links import LoneOwner, Recorder
+from links import LoneOwner, Recorder, feed, identity
 
 from gossipdp.graph.constants import Constants
 from gossipdp.links.frames import (
@@ -34,7 +34,7 @@ from gossipdp.links.frames import (
     parse_header,
     run_tag,
 )
-from gossipdp.links.handshake import MAX_MESSAGE_BYTES, Handshake, HandshakeError, Identity
+from gossipdp.links.handshake import MAX_MESSAGE_BYTES, Handshake, HandshakeError
 from gossipdp.links.link import Link
 from gossipdp.links.sockets import Stream
 from gossipdp.links.tcp_link import TcpLink
@@ -50,11 +50,6 @@ TAG = run_tag("run")
 SECRET = b"secret"
 NONCES = (b"d" * 32, b"a" * 32)
 BIGGEST_BUFFER = 1 << 16
-
-
-def identity(rank: int) -> Identity:
-    """Worker ``rank`` of the run."""
-    return Identity(rank, 0, rank, "run", "model", "gossip", "ring", "1.0", "float32")
 
 
 # Frame headers.
@@ -169,13 +164,6 @@ def _conversation() -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
     return tuple(said[0]), tuple(said[1])
 
 
-def feed(machine: Handshake, data: bytes) -> None:
-    while data and machine.num_wanted:
-        count = machine.num_wanted
-        machine.receive(data[:count])
-        data = data[count:]
-
-
 def _refusals(secret: bytes | None = SECRET) -> list[bytes]:
     words = []
     for field in ("run_id", "model"):
@@ -265,12 +253,10 @@ def _news() -> tuple[tuple[Member, ...], tuple[ProgressEntry, ...]]:
 
 
 def protocol_worker(data: bytes) -> None:
-    """Any sequence of messages that decode leaves the protocol able to go on.
+    """Any sequence of messages that decode leaves the protocol able to go on, and to be heard.
 
-    What it answers can be said: it is encoded, and within the bounds of those who hear it.
-
-    The first byte of each record is its length in bytes and the second names its sender,
-    so that the fuzzer may cut and join real messages.
+    The first byte of each record is its length and the second names its sender, so that the fuzzer
+    may cut and join real messages.
     """
     worker = protocol_of(0, process_id=100, constants=_ring(), num_chunks=2, num_copied_chunks=1)
     now = 0.0

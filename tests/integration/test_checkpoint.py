@@ -1,14 +1,13 @@
 """Checkpoints of several real workers: resumed by as many and by fewer."""
 
-import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
+from small_run import three_chunks
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -22,11 +21,7 @@ BATCH = 8
 
 
 def make_model(folder: str, every_steps: int | None = None, keep: int = 3, **options: Any) -> Any:
-    """Differently seeded on each worker, on purpose. About three chunks of 1 MB."""
-    torch.manual_seed(100 + int(os.environ.get("RANK", "0")))
-    net = nn.Sequential(
-        nn.Linear(16, 700), nn.BatchNorm1d(700), nn.ReLU(), nn.Linear(700, 900), nn.Linear(900, 4)
-    )
+    net = three_chunks()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     checkpoints = Checkpoints(folder, every_steps=every_steps, keep=keep, resume="auto")
     model = GossipDataParallel(net, optimizer, graph="ring", checkpoints=checkpoints, **options)
@@ -43,7 +38,7 @@ def train(model: GossipDataParallel, optimizer: torch.optim.Optimizer, steps: in
 
 
 def state_of(model: GossipDataParallel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, as they are in memory; no exchange runs before the 4th step."""
+    """Return a checkpoint's tensors as memory has them; no exchange runs before the 4th step."""
     tensors = model._worker.capture()
     for index, state in optimizer.state_dict()["state"].items():
         for name, value in state.items():
@@ -69,11 +64,7 @@ def resume_and_look(directory: str, steps: int) -> Any:
     train(model, optimizer, steps)
     model.save_checkpoint()
     exchanges = model.stats().exchanges
-    model.save_averaged(f"{directory}/{model.rank}-before.pt")
-    result = model.consolidate()
-    model.save_averaged(f"{directory}/{model.rank}.safetensors")
-    model.save_averaged(f"{directory}/{model.rank}.pt")
-    return start, total, own, result, exchanges, model.state_dict()
+    return start, total, own, model.consolidate(), exchanges
 
 
 def tensors_of(directory: Path, rank: int) -> dict[str, Tensor]:
@@ -101,7 +92,7 @@ def test_as_many_workers_go_on_with_every_bit(workers, tmp_path):
     files = [tensors_of(tmp_path, rank) for rank in range(NUM_WORKERS)]
     assert all(any(name.startswith("c/") and t.any() for name, t in f.items()) for f in files)
     results = workers(resume_and_look, NUM_WORKERS, (str(tmp_path), 10))
-    for rank, (start, total, own, result, _, end) in enumerate(results):
+    for rank, (start, total, own, result, _) in enumerate(results):
         file = files[rank]
         names = {name for name in start if name.startswith(("model/", "c/"))}
         assert names == {name for name in file if not name.startswith("training/")}
@@ -114,16 +105,8 @@ def test_as_many_workers_go_on_with_every_bit(workers, tmp_path):
         assert TOTAL <= total <= result.samples  # the others may have begun
         assert result.samples == TOTAL + NUM_WORKERS * 10 * BATCH
         assert result.gradient_steps * BATCH == result.samples
-        before = torch.load(tmp_path / f"{rank}-before.pt", weights_only=True)
-        assert before.keys() == end.keys()
-        for exported in (
-            torch.load(tmp_path / f"{rank}.pt", weights_only=True),
-            safetensors.torch.load_file(tmp_path / f"{rank}.safetensors"),
-        ):
-            assert exported.keys() == end.keys()
-            assert all(torch.equal(exported[name], end[name]) for name in end)
     # One of them may be done before it was its turn.
-    assert sum(exchanges for *_, exchanges, _ in results) > 0
+    assert sum(exchanges for *_, exchanges in results) > 0
 
 
 def end_a_run(directory: str) -> dict[str, Tensor]:

@@ -5,42 +5,30 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
-from run_processes import run_python
+from run_processes import path_before, run_python
 
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
+SUPPORT = Path(__file__).parents[1] / "support"
 
 # Worker 1 takes part and dies, in each of its lives; worker 0 trains until that has happened.
 SCRIPT = """
-import os, signal, sys, time
+import os, signal, sys
 from pathlib import Path
-import torch
-from gossipdp import GossipDataParallel
+from small_run import SmallRun
 
-net = torch.nn.Linear(4, 2)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-model = GossipDataParallel(net, optimizer, graph="complete")
-marks, rank, life = Path(sys.argv[1]), model.rank, int(os.environ.get("GOSSIPDP_RESTARTS", "0"))
+run = SmallRun(graph="complete")
+marks, train_until, stats = Path(sys.argv[1]), run.train_until, run.model.stats
 
-def taken_part():
-    return model.stats().exchanges_initiated + model.stats().exchanges_answered
-
-def train_until(is_time):
-    while not is_time():
-        optimizer.zero_grad()
-        model(torch.ones(8, 4)).square().mean().backward()
-        optimizer.step()
-        time.sleep(0.01)
-
-train_until(lambda: taken_part() >= 2)
-(marks / f"{rank}.{life}").touch()
+train_until(lambda: stats().exchanges_initiated + stats().exchanges_answered >= 2)
+(marks / f"{run.rank}.{run.life}").touch()
 train_until((marks / "0.0").exists)
-if rank == 1:
+if run.rank == 1:
     train_until((marks / "1.0").exists)
     os.kill(os.getpid(), signal.SIGKILL)
 train_until((marks / "1.1").exists)
-done = model.consolidate()
+done = run.model.consolidate()
 local = os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
-print("done", rank, life, *local, done.world_size)
+print("done", run.rank, run.life, *local, done.world_size)
 """
 
 
@@ -50,7 +38,7 @@ def test_under_torchrun_a_death_stays_one_death(tmp_path):
     script.write_text(SCRIPT)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     supervised = ["-m", "gossipdp", "run", "--max-restarts", "1", str(script), str(tmp_path)]
-    done = run_python(*torchrun, *supervised)
+    done = run_python(*torchrun, *supervised, environment=path_before(SUPPORT))
     # Torchrun has ended nobody, and hears of the worker that is lost when the other has ended.
     assert done.stdout == "done 0 0 0 2 1\n", done.stderr
     killed = "gossipdp: worker 1 died of signal 9 (SIGKILL)"

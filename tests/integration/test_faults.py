@@ -1,9 +1,8 @@
-"""Workers that are killed, stopped, started again: with real processes."""
+"""Real workers that are stopped, hang or die, and what the others see of it."""
 
-import functools
-import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,159 +10,79 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
-from known_average import assert_is_mean, consolidate_openly
-from torch import nn
-from waiting import LONGEST_S, wait_until
+from small_run import SmallRun
+from waiting import wait_until
 
-from gossipdp import GossipDataParallel, Network
-from gossipdp.errors import WorkerFailedError
+from gossipdp import Monitor, Network, WorkerFailedError
+from gossipdp.launcher.environment import show_address
+from gossipdp.observe.board import JobStatus, StatusBoard
+from gossipdp.observe.status import StatusPoll
 
 pytestmark = pytest.mark.processes
 
 SILENCE_S = 1.0
+NUM_WORKERS = 4
 
 
-class Worker:
-    """One worker that trains, looks at its protocol between steps, and keeps a diary in a file."""
+class Worker(SmallRun):
+    """One that looks at its protocol between steps, and notes when it first saw what."""
 
-    def __init__(self, directory: Path, **options: Any) -> None:
-        torch.manual_seed(int(os.environ.get("RANK") or 99))
-        layers = nn.Linear(16, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 4)
-        self.net = nn.Sequential(*layers)
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.003)
-        options = {"network": Network(timeout_s=SILENCE_S, start_timeout_s=60.0), **options}
-        self.model = GossipDataParallel(self.net, self.optimizer, **options)
-        self.directory = directory
-        self.life = int(os.environ.get("GOSSIPDP_RESTARTS") or 0)
-        self.began_s = time.monotonic()
+    def __init__(self) -> None:
+        super().__init__(0.005, network=Network(timeout_s=SILENCE_S, start_timeout_s=60.0))
         self.seen: dict[str, float] = {}
-        generator = torch.Generator().manual_seed(self.model.rank)
-        self.inputs = torch.randn(32, 16, generator=generator)
-        self.labels = self.inputs[:, :4].argmax(dim=1)
-
-    @property
-    def protocol(self) -> Any:
-        return self.model._worker._protocol
 
     def step(self) -> None:
-        self.optimizer.zero_grad()
-        nn.functional.cross_entropy(self.model(self.inputs), self.labels).backward()
-        self.optimizer.step()
-        for member in self.protocol.membership.members():
+        super().step()
+        for member in self.model._worker._protocol.membership.members():
             self.note(f"{member.rank} {member.status.name}")
-        time.sleep(0.005)
 
     def note(self, event: str) -> None:
         self.seen.setdefault(event, time.monotonic())
 
-    def train(self, seconds: float) -> None:
-        while time.monotonic() < self.began_s + seconds:
-            self.step()
-
-    def train_until(self, condition: Callable[[], bool]) -> None:
-        wait_until(condition, lambda: f"worker {self.model.rank} has seen {self.seen}", self.step)
+    def train_until(self, is_time: Callable[[], object]) -> None:
+        wait_until(is_time, lambda: f"worker {self.rank} has seen {self.seen}", self.step)
 
     def train_until_exchanged(self) -> None:
         before = self.model.stats().exchanges
         self.train_until(lambda: self.model.stats().exchanges > before)
 
-    def finish(self, consolidate: Callable[..., Any] = GossipDataParallel.consolidate) -> None:
-        result = consolidate(self.model)
-        stats = self.model.stats()
-        flat = torch.cat([value.double().flatten() for value in self.net.state_dict().values()])
-        assert flat.isfinite().all()
-        diary = {
-            "rank": self.model.rank,
-            "life": self.life,
-            "seen": self.seen,
-            "noticed": [msgspec.structs.asdict(notice) for notice in stats.noticed],
-            "restarts": [member.restarts for member in self.model._worker.view()],
-            "num_workers": result.world_size,
-            "bits": flat.numpy().tobytes().hex()[:4096],
-        }
-        path = self.directory / f"end-{self.model.rank}-{self.life}.json"
-        path.write_text(json.dumps(diary))
-
-    def die(self, *_: Any) -> None:
-        (self.directory / f"death-{self.model.rank}").write_text(repr(time.monotonic()))
-        os.kill(os.getpid(), signal.SIGKILL)
+    def end(self) -> dict[str, Any]:
+        num_workers, stats = self.model.consolidate().world_size, self.model.stats()
+        notices = [msgspec.structs.asdict(notice) for notice in stats.noticed]
+        restarts = [member.restarts for member in self.model._worker.view()]
+        values = [value.tolist() for value in self.net.state_dict().values()]
+        found = {"seen": self.seen, "noticed": notices, "restarts": restarts, "values": values}
+        return found | {"rank": self.rank, "num_workers": num_workers}
 
 
-def diaries(directory: Path) -> list[dict[str, Any]]:
-    """Return the diaries of all that came to the end, with the same bits."""
-    found = [json.loads(path.read_text()) for path in sorted(directory.glob("end-*.json"))]
-    assert found
-    assert len({each["bits"] for each in found}) == 1
-    return found
-
-
-def death_of(directory: Path, rank: int) -> float:
-    return float((directory / f"death-{rank}").read_text())
-
-
-# So long that a death is noticed by the end of its connections, and not by silence.
-PATIENT = Network(timeout_s=LONGEST_S, start_timeout_s=LONGEST_S)
-DEATHS = {0: 0.5, 2: 0.7}
-
-
-def die_one_by_one(directory: Path) -> None:
-    """Let two of a ring of four die: the others, opposite each other, exchange from then on."""
-    worker = Worker(directory, graph="ring", network=PATIENT)
-    if worker.model.rank in DEATHS:
-        worker.train_until(lambda: len(worker.model.stats().exchanges_by_neighbour) == 2)
-        worker.train(DEATHS[worker.model.rank])
-        worker.die()
-    worker.train_until(lambda: all(f"{rank} DEAD" in worker.seen for rank in DEATHS))
-    other = 4 - worker.model.rank
-    worker.train_until(lambda: worker.model.stats().exchanges_by_neighbour.get(other, 0) > 0)
-    worker.train(1.5)
-    worker.finish(functools.partial(consolidate_openly, directory=directory, num_workers=2))
-
-
-def test_the_dead_are_noticed_and_the_others_train_on(workers, tmp_path):
-    with pytest.raises(WorkerFailedError, match="SIGKILL"):
-        workers(die_one_by_one, 4, (tmp_path,))
-    ends = diaries(tmp_path)
-    assert [(end["rank"], end["num_workers"]) for end in ends] == [(1, 2), (3, 2)]
-    brought = [torch.load(path) for path in tmp_path.glob("brought-*.pt")]
-    for end in ends:
-        assert_is_mean(torch.load(tmp_path / f"average-{end['rank']}.pt"), brought)
-        for rank in DEATHS:
-            assert end["seen"][f"{rank} DEAD"] > death_of(tmp_path, rank)
-
-
-def stop_for_a_while(directory: Path) -> None:
+def stop_for_a_while(directory: Path) -> dict[str, Any]:
     """Rank 1 stops itself; rank 0 lets it go on once it is lost to the others."""
-    worker = Worker(directory)
-    (directory / f"pid-{worker.model.rank}").write_text(str(os.getpid()))
-    if worker.model.rank == 1:
-        worker.train(0.5)
-        (directory / "death-1").write_text(repr(time.monotonic()))
+    worker = Worker()
+    (directory / f"pid-{worker.rank}").write_text(str(os.getpid()))
+    if worker.rank == 1:
+        worker.train_until_exchanged()
+        worker.note("stops")
         os.kill(os.getpid(), signal.SIGSTOP)
         worker.note("went on")
         worker.train_until_exchanged()
         worker.note("exchanged")
-        worker.finish()
-        return
+        return worker.end()
     worker.train_until(lambda: "1 DEAD" in worker.seen)
-    if worker.model.rank == 0:
+    if worker.rank == 0:
         worker.train_until_exchanged()
         os.kill(int((directory / "pid-1").read_text()), signal.SIGCONT)
     worker.train_until(
         lambda: (1, "answered") in [(each.rank, each.kind) for each in worker.model.stats().noticed]
     )
-    worker.finish()
+    return worker.end()
 
 
 def test_a_stopped_worker_is_noticed_and_takes_part_again_when_it_goes_on(workers, tmp_path):
-    workers(stop_for_a_while, 3, (tmp_path,))
-    ends = diaries(tmp_path)
-    assert len(ends) == 3
+    ends = workers(stop_for_a_while, 3, (tmp_path,))
     for end in ends:
-        assert end["num_workers"] == 3
+        assert (end["num_workers"], end["values"]) == (3, ends[0]["values"])
         if end["rank"] != 1:
-            assert end["seen"]["1 DEAD"] > death_of(tmp_path, 1)
+            assert end["seen"]["1 DEAD"] > ends[1]["seen"]["stops"]
             # The same process: nobody restarted it. Its silence and its loss may be seen as one.
             notices = [notice for notice in end["noticed"] if notice["rank"] == 1]
             kinds = [notice["kind"] for notice in notices]
@@ -179,56 +98,86 @@ def test_a_stopped_worker_is_noticed_and_takes_part_again_when_it_goes_on(worker
     assert ends[1]["seen"]["exchanged"] > ends[1]["seen"]["went on"]
 
 
-def kill_two_and_stop_the_third(directory: Path) -> None:
-    """Let 1 die, then 0. 1 is back by 2, which stops then: 0 knows from before only dead ones."""
-    life = f"{os.environ['RANK']}.{os.environ.get('GOSSIPDP_RESTARTS') or 0}"
-    (directory / f"began-{life}").write_text(str(os.getpid()))
-    if life == "1.1":
-        wait_for(directory / "began-0.1")
-    if life == "0.1":
-        wait_for(directory / "joined-1.1")
-        os.kill(int((directory / "began-2.0").read_text()), signal.SIGSTOP)
-    worker = Worker(directory)
-    (directory / f"joined-{life}").touch()
-    worker.train_until_exchanged()
-    if life == "0.0":
-        worker.train_until(lambda: "1 DEAD" in worker.seen)
-    if life in ("0.0", "1.0"):
-        worker.die()
-    if life == "0.1":
-        os.kill(int((directory / "began-2.0").read_text()), signal.SIGCONT)
-    worker.train_until((directory / "joined-0.1").exists)
-    # The stop may have lasted for longer than the time-out: the end would be without worker 2.
-    worker.train_until(lambda: worker.protocol.membership.live() == (0, 1, 2))
-    worker.finish()
-
-
-def test_who_comes_back_finds_one_that_came_back_after_its_start(workers, tmp_path):
-    workers(kill_two_and_stop_the_third, 3, (tmp_path,), max_restarts=2)
-    assert [(end["rank"], end["life"]) for end in diaries(tmp_path)] == [(0, 1), (1, 1), (2, 0)]
-
-
-def wait_for(*paths: Path) -> None:
-    wait_until(lambda: all(path.exists() for path in paths), f"these are there: {paths}")
-
-
-def hang(directory: Path) -> Any:
+def hang(directory: Path) -> list[list[float]] | None:
     """Hang in the training loop of rank 2, while its gossip thread beats."""
-    worker = Worker(directory)
+    worker = Worker()
     worker.train_until_exchanged()
-    if worker.model.rank == 2:
-        wait_for(directory / "end-0", directory / "end-1")
+    if worker.rank == 2:
+        ends = [directory / "end-0", directory / "end-1"]
+        wait_until(lambda: all(path.exists() for path in ends), "the others have ended")
         worker.model.close()
         return None
     began_s = time.monotonic()
-    num_workers = worker.model.consolidate(timeout_s=1.0).world_size
-    took_s = time.monotonic() - began_s
-    (directory / f"end-{worker.model.rank}").touch()
-    return num_workers, took_s, [value.tolist() for value in worker.net.state_dict().values()]
+    assert worker.model.consolidate(timeout_s=1.0).world_size == 2
+    assert time.monotonic() >= began_s + 1.0
+    (directory / f"end-{worker.rank}").touch()
+    return [value.tolist() for value in worker.net.state_dict().values()]
 
 
 def test_consolidate_goes_on_without_a_training_loop_that_hangs(workers, tmp_path):
-    one, other, _ = workers(hang, 3, (tmp_path,))
-    assert one[0] == other[0] == 2
-    assert one[2] == other[2]
-    assert one[1] >= 1.0
+    one, other, nothing = workers(hang, 3, (tmp_path,))
+    assert one == other != nothing
+
+
+def show_status(directory: Path) -> None:
+    """Train until the file ``enough`` is there; worker 0 tells where it shows its status."""
+    network, monitor = Network(timeout_s=1.0), Monitor(status_port=0)
+    run = SmallRun(0.005, graph="ring", network=network, monitor=monitor)
+    page = run.model._worker.monitoring.page
+    if run.rank == 0:
+        assert page is not None
+        (directory / "new").write_text(show_address(*page.announced("")))
+        (directory / "new").rename(directory / "address")
+    run.pause_s *= 10 if run.rank == 3 else 1
+    run.train_until((directory / "enough").exists)
+    run.model.consolidate()
+
+
+def states(job: JobStatus) -> list[str]:
+    return [worker.state for worker in job.workers]
+
+
+def test_one_address_shows_the_whole_job_and_the_others_the_death_of_its_worker(workers, tmp_path):
+    killed: list[int] = []
+    seen: list[JobStatus] = []
+    boards: list[StatusBoard] = []
+
+    def is_all_there(job: JobStatus) -> bool:
+        return (
+            states(job) == ["training"] * 3 + ["slow"]
+            and all(len(worker.neighbours or ()) == 2 for worker in job.workers)
+            and all(worker.exchanges and worker.samples_per_second for worker in job.workers)
+        )
+
+    def look() -> None:
+        now_s, address = time.monotonic(), tmp_path / "address"
+        if not boards:
+            boards.extend([StatusBoard([address.read_text()])] if address.exists() else [])
+            return
+        boards[0].take(poll.answers(boards[0].addresses(), 0.2), now_s)
+        if not boards[0].has_answers:
+            return
+        seen.append(job := boards[0].job(now_s))
+        first = job.workers[0]
+        if not killed and is_all_there(job):
+            assert first.status_address == address.read_text()
+            assert first.process_id is not None
+            killed.append(first.process_id)
+            os.kill(first.process_id, signal.SIGKILL)
+        if killed and first.state == "lost" and job.num_answering == 3:
+            (tmp_path / "enough").touch()
+
+    with StatusPoll() as poll, pytest.raises(WorkerFailedError, match="SIGKILL"):
+        workers(show_status, NUM_WORKERS, (tmp_path,), on_poll=look)
+    wait_until(
+        lambda: not [each for each in threading.enumerate() if "gossipdp-ask" in each.name],
+        "the threads that ask have ended",
+    )
+    job = next(job for job in seen if is_all_there(job))
+    assert job.num_answering == NUM_WORKERS
+    assert (job.graph, job.method) == ("ring (4 workers)", "a2cid2")
+    assert len({worker.process_id for worker in job.workers}) == NUM_WORKERS
+    assert job.workers[0].neighbours == (1, 3)
+    job = next(job for job in seen if job.num_answering == 3 and "lost" in states(job))
+    assert (0, "lost") in [(notice.rank, notice.kind) for notice in job.notices]
+    assert job.workers[0].gradient_steps > 0, "what it had done is still there"

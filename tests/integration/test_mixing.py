@@ -1,17 +1,17 @@
-"""Real worker processes mix as fast as theory says, and conserve the mean."""
+"""Real workers mix as fast as theory says, conserve the mean, and mix their optimizers' moments."""
 
 import time
-from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from waiting import wait_until
 
 from gossipdp import Counting, Exchange, GossipDataParallel
 from gossipdp.graph import Constants, build_graph
-from gossipdp.parallel.stats import Stats
 
 pytestmark = pytest.mark.processes
 
@@ -22,24 +22,12 @@ NUM_STEPS, STEP_S = 80, 0.01
 AGREED = 1e-6
 
 
-@dataclass(frozen=True)
-class Mixed:
-    """The observations of one worker at its start and after each of its steps."""
-
-    rank: int
-    times_s: np.ndarray  # by time.monotonic, which all processes share
-    values: np.ndarray  # (NUM_STEPS + 1, NUM_FLOATS) float32
-    initiated: np.ndarray
-    num_failed: int  # before the end
-    stats: Stats
-
-
 def start_vector(rank: int) -> torch.Tensor:
     return torch.randn(NUM_FLOATS, generator=torch.Generator().manual_seed(rank))
 
 
 def mix(meeting):
-    """Exchange with the others while waiting; workers wait for one another in ``meeting``."""
+    """Exchange with the others while waiting; return what was seen at first and at each step."""
     torch.set_num_threads(1)
     vector = nn.ParameterDict({"vector": nn.Parameter(torch.zeros(NUM_FLOATS))})
     optimizer = torch.optim.SGD(vector.parameters(), lr=0.0)  # no gradient: it changes nothing
@@ -59,10 +47,11 @@ def mix(meeting):
         times_s.append(time.monotonic())
         seen.append(values.numpy().copy())
         initiated.append(model.stats().exchanges_initiated)
-    num_failed = model.stats().exchanges_failed
+    assert model.stats().exchanges_failed == 0
     model.consolidate()  # all have ended their exchanges when it returns
-    history = np.array(times_s), np.stack(seen), np.array(initiated)
-    return Mixed(model.rank, *history, num_failed, model.stats())
+    arrays = {"times_s": times_s, "values": seen, "initiated": initiated}
+    history = {name: np.array(series) for name, series in arrays.items()}
+    return SimpleNamespace(rank=model.rank, stats=model.stats(), **history)
 
 
 def test_workers_start_apart_and_agree_on_the_mean_of_their_starts(workers, tmp_path):
@@ -73,7 +62,6 @@ def test_workers_start_apart_and_agree_on_the_mean_of_their_starts(workers, tmp_
         assert np.array_equal(each.values[0], starts[rank])
         # Nobody asks before it knows its own pace: all had their vectors by then.
         assert not each.initiated[:4].any()
-        assert each.num_failed == 0
     # Both ends count an exchange, but for one that the end of the run may cut short.
     answered = sum(each.stats.exchanges_answered for each in series)
     asked = sum(each.stats.exchanges_initiated for each in series)
@@ -86,11 +74,8 @@ def test_workers_start_apart_and_agree_on_the_mean_of_their_starts(workers, tmp_
     np.testing.assert_allclose(series[0].values[-1], starts.mean(axis=0), atol=1e-2)
 
 
-def decay_per_exchange(series: list[Mixed]) -> tuple[float, float]:
-    """Return the decay of the consensus distance per exchange, and its least share of the first.
-
-    At a row of moments each worker counts by what it saw last.
-    """
+def decay_per_exchange(series: list[Any]) -> tuple[float, float]:
+    """Return the decay of the consensus distance per exchange, and its least share of the first."""
     moments = np.arange(
         max(each.times_s[0] for each in series), min(each.times_s[-1] for each in series), STEP_S
     )
@@ -105,3 +90,41 @@ def decay_per_exchange(series: list[Mixed]) -> tuple[float, float]:
     # Two rounds of disjoint pairs make four workers exactly equal.
     share = max(shares[agreed_at], np.finfo(np.float32).eps ** 2)
     return float(-np.log(share) / per_worker), float(shares.min())
+
+
+def train(choice: Any) -> tuple[Tensor, Tensor, int]:
+    """Return the moments, parameters and failed exchanges; data differ in size between workers."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 700), nn.ReLU(), nn.Linear(700, 900))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, betas=(0.9, 0.98))
+    exchange = Exchange(moments=choice, pace="strict")
+    model = GossipDataParallel(net, optimizer, graph="complete", exchange=exchange)
+    torch.manual_seed(model.rank)
+    for _ in range(60):
+        optimizer.zero_grad()
+        model(torch.randn(8, 16) * (1.0 + model.rank)).square().mean().backward()
+        optimizer.step()
+        time.sleep(0.005)  # leaves the other worker time, as a GPU would
+    model.consolidate()
+    moments = [optimizer.state[each]["exp_avg_sq"].flatten() for each in net.parameters()]
+    parameters = [each.detach().flatten() for each in net.parameters()]
+    return torch.cat(moments), torch.cat(parameters), model.stats().exchanges_failed
+
+
+def spread(results: Any) -> float:
+    """Return the standard deviation over workers as a share of their mean, over coordinates."""
+    held = torch.stack([each for each, _, _ in results]).double()
+    return float(held.std(dim=0).mean() / held.mean())
+
+
+def test_second_moments_of_workers_with_different_data_come_together(workers):
+    both = workers(lambda: (train(False), train({"exp_avg_sq": 1})), 2)
+    apart, results = zip(*both, strict=True)
+    assert spread(apart) > 0.5
+    # In 60 steps of beta2 = 0.98 each worker's own data make 70% of what it would hold alone.
+    assert spread(results) < 0.2 * spread(apart)
+    for moments, parameters, num_failed in results:
+        assert (moments >= 0).all()
+        assert moments.isfinite().all()
+        assert torch.equal(parameters, results[0][1])
+        assert num_failed == 0

@@ -3,13 +3,11 @@
 import json
 import os
 import signal
-import socket
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from run_processes import RunCommand, run_python, runs
+from run_processes import RunCommand, free_port, run_python, runs
 from waiting import LONGEST_S
 
 from gossipdp_lab.report.run_log import RunLog
@@ -172,17 +170,9 @@ print("met", environment.rank, environment.local_rank, len(meeting.secret), *hos
 """
 
 
-def free_rendezvous() -> str:
-    """Return a free port of those that no process is given that asks for any."""
-    for port in range(20000 + os.getpid() % 10000, 32768):
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return f"127.0.0.1:{port}"
-    raise AssertionError("no free port")
-
-
 def test_the_workers_of_two_hosts_meet(tmp_path):
     """One call a host; here hosts are loopback addresses."""
-    script, rendezvous = tmp_path / "script.py", free_rendezvous()
+    script, rendezvous = tmp_path / "script.py", f"127.0.0.1:{free_port()}"
     script.write_text(MEETING)
 
     def start(node: int) -> RunCommand:

@@ -42,32 +42,6 @@ def test_the_first_script_of_a_page_runs_without_a_warning(command, page, tmp_pa
     assert all(f"worker {rank}: " in done.stdout for rank in range(2))
 
 
-# No collective with tensors at the end: gloo's thread frees them when it comes to it, and if Python
-# ends meanwhile, that thread cannot have the interpreter's lock and ends the process (torch 2.13).
-BESIDE = """
-import runpy, sys
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-runpy.run_path(sys.argv[2])
-dist.barrier()
-dist.destroy_process_group()
-print("met\\n", end="")  # one write a line: the workers share one standard output
-"""
-
-
-def test_under_torchrun_an_example_trains_beside_a_process_group_of_the_script_s(tmp_path):
-    """Both meet at torchrun's own store."""
-    script = tmp_path / "beside.py"
-    script.write_text(BESIDE)
-    done = run([*TORCHRUN, str(script), str(tmp_path), str(EXAMPLES / "tied_transformer.py")])
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("met\n") == 2
-    lines = [(tmp_path / f"worker-{rank}.txt").read_text() for rank in range(2)]
-    assert len({line.split()[0] for line in lines}) == 1, lines
-    assert all("of 2 workers" in line for line in lines)
-
-
 @pytest.mark.parametrize("launcher", ["gossipdp run", "torchrun"])
 def test_two_replicas_train_the_example_of_shards(launcher):
     example = str(EXAMPLES / "fsdp2_gpt.py")
@@ -115,28 +89,3 @@ def test_exit_waits_for_a_model_that_the_gossip_thread_collected(tmp_path):
     done = run([sys.executable, str(script)])
     assert done.returncode == 0, done.stderr
     assert done.stdout == "closed\n"
-
-
-UNLIKE = """
-import os, torch
-from gossipdp import GossipDataParallel
-
-net = torch.nn.Linear(2, 5 if os.environ["RANK"] == "0" else 4)
-GossipDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.1))
-"""
-
-
-def test_workers_with_unlike_models_end_with_one_sentence(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(UNLIKE)
-    done = run([*RUN, str(script)])
-    assert done.returncode == 1
-    first, sentence, *ends = done.stderr.splitlines()
-    assert "starting 2 workers" in first
-    assert re.match(
-        r"gossipdp: worker 1 cannot join: the models differ, .* of shape \(4, 2\) here and "
-        r".* of shape \(5, 2\) on worker 0; start all workers alike$",
-        sentence,
-    ), done.stderr
-    for line in ends:
-        assert re.match("gossipdp: worker . ended with exit code 1; .* all are ended", line), line

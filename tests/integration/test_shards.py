@@ -1,5 +1,7 @@
-"""Replicas of two processes, sharded by FSDP2, that train over gossip."""
+"""Replicas of two processes, sharded by FSDP2, that train over gossip, and some that join."""
 
+import json
+import os
 import re
 import signal
 import textwrap
@@ -10,12 +12,20 @@ from typing import Any
 import pytest
 import sharded_runs
 import torch
-from sharded_runs import BATCH, BUDGET
+import torch.distributed as dist
+from sharded_runs import BATCH, BUDGET, ENDLESS, Seen, loader, step, values, wrapped
+from waiting import wait_until
 
+from gossipdp import GossipDataParallel, Network
 from gossipdp.launcher import supervisor
+from gossipdp.launcher.environment import OF_REPLICA
+from gossipdp.launcher.launch_plan import ask_join_infos
+from gossipdp.parallel import module
+from gossipdp.parallel.worker import Worker
 
 pytestmark = pytest.mark.processes
 PAGE = Path(__file__).parents[2] / "docs" / "shards.md"
+NUM_SHARDS = 2
 
 
 def program(call: str) -> str:
@@ -32,8 +42,8 @@ def one_mesh(workers: Callable, tmp_path_factory: pytest.TempPathFactory) -> lis
 
 
 def test_two_by_two_ends_as_two_workers_that_are_not_sharded(one_mesh):
-    """The same data, and exchanges at the same moments; x and c, uneven and empty shards too."""
-    for rank, (sharded, plain, *_) in enumerate(one_mesh):
+    """On the same data, and with exchanges at the same moments; uneven and empty shards too."""
+    for rank, (sharded, plain, _) in enumerate(one_mesh):
         assert sharded.norm() > 1
         torch.testing.assert_close(sharded, plain, rtol=1e-10, atol=1e-12)
         assert torch.equal(sharded, one_mesh[rank ^ 1][0])
@@ -41,7 +51,7 @@ def test_two_by_two_ends_as_two_workers_that_are_not_sharded(one_mesh):
 
 
 def test_replicas_are_the_workers_of_the_run(one_mesh):
-    all_seen = [seen for _, _, seen, _ in one_mesh]
+    all_seen = [seen for *_, seen in one_mesh]
     assert [seen.replica for seen in all_seen] == [0, 0, 1, 1]
     assert len({seen.seed for seen in all_seen}) == 4
     for seen in all_seen:
@@ -55,54 +65,38 @@ def test_replicas_are_the_workers_of_the_run(one_mesh):
     assert (all_seen[0].steps + all_seen[2].steps) * 2 * BATCH == all_seen[0].samples
 
 
-def test_the_average_is_there_for_a_while_and_is_the_mean_of_the_replicas(one_mesh):
-    for *_, seen, more in one_mesh:
-        assert seen.facts["forward is of the average"]
-        assert seen.facts["own are back"]
-        assert (more["own"] - more["mean"]).norm() > 0.01
-        torch.testing.assert_close(more["averaged"], more["mean"])
-        torch.testing.assert_close(more["averaged file"], more["mean"])
-        assert torch.equal(more["averaged state"], more["averaged"])
-
-
 def test_one_process_stops_the_run_for_all(one_mesh):
-    steps = [more["steps"] for *_, more in one_mesh]
+    steps = [seen.facts["stopped after"] for *_, seen in one_mesh]
     assert steps[0] == steps[1]
     assert steps[2:] == [7, 7]  # the one that it had stopped after, and one more
-    assert [more["stopped and averaged"] for *_, more in one_mesh] == [2] * 4
 
 
 def test_a_poisoned_replica_leaves_with_all_its_processes(one_mesh):
-    healthy, ill = [each[-1] for each in one_mesh[:2]], [each[-1] for each in one_mesh[2:]]
-    assert [each["healthy ones"] for each in healthy] == [1, 1]
-    assert healthy[0]["healthy values"].isfinite().all()
-    assert torch.equal(healthy[0]["healthy values"], healthy[1]["healthy values"])
+    one, other, *ill = [seen.facts for *_, seen in one_mesh]
+    assert one["healthy values"].isfinite().all()
+    assert torch.equal(one["healthy values"], other["healthy values"])
     assert ill[0]["poisoned at"] == ill[1]["poisoned at"] > 5
 
 
 def test_what_one_replica_saved_goes_on_over_four_processes(one_mesh):
     """By the page's own programs; model and optimizer."""
     saved = one_mesh[0][2].facts["saved"]
-    for *_, more in one_mesh:
-        everything, parameters = more["loaded"]
+    for *_, seen in one_mesh:
+        everything, parameters = seen.facts["loaded"]
         torch.testing.assert_close(everything, saved)
         # Two moments and the number of steps for each parameter, besides the model.
         assert saved.numel() == 3 * parameters.numel() + 4
 
 
 def test_all_processes_of_a_replica_resume_from_the_same_step(one_mesh):
-    steps = [more["resumed from"] for *_, more in one_mesh]
+    steps = [seen.facts["resumed from"] for *_, seen in one_mesh]
     # One of replica 0 has lost the checkpoint of its end, and goes on from the one before.
     assert steps[0] == steps[1] == (one_mesh[0][2].steps - 1) // 5 * 5
     assert steps[2] == steps[3] == one_mesh[2][2].steps
-    assert all(more["moments"] == {"DTensor"} for *_, more in one_mesh)
 
 
 def test_a_replica_that_lost_a_process_comes_back(workers):
-    """Kill -9 of one process of replica 1: its other ends too, and both join again.
-
-    They stop the run in the end.
-    """
+    """Kill -9 of one process of replica 1: its other ends too, and both join again."""
     failures: list[str] = []
     options = {"timeout_s": 120, "max_restarts": 1, "nproc_per_replica": 2}
     options["on_failure"] = lambda failure: failures.append(failure.ending.reason)
@@ -138,3 +132,80 @@ def test_all_processes_save_the_same_step_when_asked_to_end(workers, tmp_path, m
         first, second = ([path.name for path in place.iterdir()] for place in places)
         assert len(first) == 1
         assert first == second
+
+
+def address_of(model: GossipDataParallel, directory: Path) -> None:
+    """Write down where this process listens, whole or not at all."""
+    identity = model._worker._loop.transport.identity
+    path = directory / str(dist.get_rank())
+    path.with_suffix(".new").write_text(json.dumps([identity.host, identity.port]))
+    path.with_suffix(".new").rename(path)
+
+
+def joining_variables(directory: Path) -> dict[str, str]:
+    """Return what ``gossipdp run --join`` gives this process of a replica that joins."""
+    paths = [directory / str(each) for each in range(NUM_SHARDS)]
+    wait_until(lambda: all(path.exists() for path in paths), "the run has addresses")
+    addresses = [tuple(json.loads(path.read_text())) for path in reversed(paths)]
+    network = ask_join_infos(addresses, NUM_SHARDS)[int(os.environ["RANK"])]
+    no_rank = dict.fromkeys(OF_REPLICA.values(), "") | {"GOSSIPDP_WORLD_SIZE": "0"}
+    # The file with newer addresses ends with this object: its number may be a pipe's soon.
+    own = {"GOSSIPDP_RUN_ID": str(network.run_id), "GOSSIPDP_JOIN_FILE": ""}
+    return network.join_variables(-1, 0) | no_rank | own
+
+
+class Lagging(Worker):
+    """Hears of different numbers of steps in different networks."""
+
+    def _join(self) -> None:
+        super()._join()
+        self.before = self.before._replace(step=10 + self._environment.shard)
+
+
+def join_at_once(directory: Path) -> Seen:
+    """Run as one of three replicas, the first or one of two that join; the learning rate is 0."""
+    torch.set_num_threads(1)
+    is_run = os.environ["GOSSIPDP_RANK"] == "0"
+    os.environ["GOSSIPDP_WORLD_SIZE"] = "1"
+    if not is_run:
+        os.environ.update(joining_variables(directory))
+        module.Worker = Lagging  # type: ignore[misc]
+    dist.init_process_group("gloo")
+    network = Network(timeout_s=2.0)  # a joining replica waits as long for others of its rank
+    model, net, optimizer = wrapped(
+        0 if is_run else 1, lr=0.0, graph="complete", budget_samples=ENDLESS, network=network
+    )
+    seen = Seen(model.rank, model.world_size, 0, model.worker_seed)
+    counted = [int(each["step"]) for each in optimizer.state_dict()["state"].values()]
+    seen.facts |= {"at first": values(net), "steps taken over": counted}
+    seen.facts["step number"] = model._worker.step_number
+    for batch in model.batches(loader(model.worker_seed)):
+        step(model, optimizer, batch)
+        seen.steps += 1
+        if is_run and seen.steps == 1:
+            address_of(model, directory)
+        # The second shard's process of a replica is the last to join.
+        joined = {each.rank for each in model.stats().noticed if each.kind == "joined"}
+        if is_run and dist.get_rank() == 1 and joined == {1, 2} and model.stats().exchanges > 3:
+            model.stop()
+    seen.at_the_end(model, net)
+    dist.barrier()
+    dist.destroy_process_group()
+    return seen
+
+
+def test_two_replicas_that_join_at_once_get_a_rank_each(workers, tmp_path):
+    all_seen = workers(join_at_once, 3 * NUM_SHARDS, (tmp_path,), nproc_per_replica=NUM_SHARDS)
+    # Both processes of a replica have the same one.
+    assert [seen.replica for seen in all_seen[::2]] == [seen.replica for seen in all_seen[1::2]]
+    assert sorted(seen.replica for seen in all_seen) == [0, 0, 1, 1, 2, 2]
+    assert len({seen.seed for seen in all_seen}) == 6
+    for seen in all_seen[2:]:
+        # Each shard is that of the run, and so are the optimizer's.
+        assert torch.equal(seen.facts["at first"], all_seen[0].facts["at first"])
+        assert all(steps > 0 for steps in seen.facts["steps taken over"])
+        assert seen.facts["step number"] == 11  # the newest that one of its networks had heard of
+    for seen in all_seen:
+        assert (seen.num_replicas, seen.num_averaged) == (1, 3)
+        assert seen.samples == all_seen[0].samples
+        torch.testing.assert_close(seen.values, all_seen[0].facts["at first"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from known_average import assert_is_mean, quietly, x_of, z_of
+from small_run import three_chunks
 from threadpoolctl import threadpool_limits
 from torch import nn
 from waiting import wait_until
@@ -20,14 +21,6 @@ from gossipdp import Counting, GossipDataParallel, Network
 from gossipdp.links.clock import since_boot_s
 
 pytestmark = pytest.mark.processes
-
-
-def make_net() -> nn.Module:
-    """Differently seeded on each worker, on purpose. About three chunks of 1 MB."""
-    torch.manual_seed(100 + int(os.environ.get("RANK", "0")))
-    return nn.Sequential(
-        nn.Linear(16, 700), nn.BatchNorm1d(700), nn.ReLU(), nn.Linear(700, 900), nn.Linear(900, 4)
-    )
 
 
 def data_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,16 +43,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
         time.sleep(0.002)
 
 
-def train_until_exchanged(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    wait_until(
-        lambda: model.stats().exchanges > 0,
-        lambda: f"worker {model.rank} exchanges: {model.stats()}",
-        lambda: train(model, optimizer, 1),
-    )
-
-
 def train_and_consolidate(method: str, graph: str, optimizer_name: str, options: dict) -> Any:
-    net = make_net()
+    net = three_chunks()
     if options.pop("bfloat16", False):
         net = net.to(torch.bfloat16)
         net[0].register_forward_pre_hook(lambda _, inputs: (inputs[0].bfloat16(),))
@@ -69,7 +54,8 @@ def train_and_consolidate(method: str, graph: str, optimizer_name: str, options:
     wait_for_all(model)  # else rank 0 trains before all have its parameters
     train(model, optimizer, 40)
     if method in ("a2cid2", "gossip"):
-        train_until_exchanged(model, optimizer)
+        while model.stats().exchanges == 0:
+            train(model, optimizer, 1)
     z = quietly(model, lambda _: wait_for_all(model), lambda: z_of(model))
     own, middle = flat(net), None
     if method == "none":  # all stand still, so the average in mid training is that of the end
@@ -117,16 +103,14 @@ def test_all_start_from_rank_0_and_end_with_the_mean_of_all(workers, case):
     assert initiated == sum(s.exchanges_answered for s in stats)
     assert sum(s.exchanges_failed for s in stats) == 0
     for each in stats:
-        assert len(each.recent_exchanges) == min(16, each.exchanges)
-        starts = [exchange.started_s for exchange in each.recent_exchanges]
-        ends = [exchange.ended_s for exchange in each.recent_exchanges]
-        # One at a time.
-        assert all(end > start for start, end in zip(starts, ends, strict=True))
-        assert all(later >= end for end, later in zip(ends, starts[1:], strict=False))
-        assert {e.peer for e in each.recent_exchanges} <= set(each.exchanges_by_neighbour)
-        asked = sum(exchange.initiated for exchange in each.recent_exchanges)
+        recent = each.recent_exchanges
+        assert len(recent) == min(16, each.exchanges)
+        times_s = [at_s for one in recent for at_s in (one.started_s, one.ended_s)]
+        assert times_s == sorted(times_s), "one at a time"
+        assert {one.peer for one in recent} <= set(each.exchanges_by_neighbour)
+        asked = sum(one.initiated for one in recent)
         assert asked <= each.exchanges_initiated
-        assert len(starts) - asked <= each.exchanges_answered
+        assert len(recent) - asked <= each.exchanges_answered
 
 
 def wait_for_all(model: GossipDataParallel) -> None:
@@ -136,35 +120,13 @@ def wait_for_all(model: GossipDataParallel) -> None:
     dist.barrier()
 
 
-def pause_and_serve(served: Path) -> Any:
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    model = GossipDataParallel(net, optimizer)
-    train(model, optimizer, 15)
-    if model.rank == 0:
-        before, answered = flat(net), model.stats().exchanges_answered
-        # A long evaluation.
-        wait_until(lambda: model.stats().exchanges_answered > answered + 30, "it serves the other")
-        unchanged = torch.equal(flat(net), before)
-        asked_rate = model.stats().achieved_comm_rate
-        served.touch()
-    else:
-        wait_until(served.exists, "worker 0 serves", lambda: train(model, optimizer, 1))
-        unchanged, asked_rate = True, 0.0
-    model.consolidate()
-    return unchanged, asked_rate
+def os_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
-def test_a_pause_serves_exchanges_and_changes_no_parameter(workers, tmp_path):
-    for unchanged, asked_rate in workers(pause_and_serve, 2, (tmp_path / "served",)):
-        assert unchanged
-        # Fifteen steps: a pause of many step durations must not have rung the clock.
-        assert asked_rate < 2.5
-
-
-def count_threads() -> Any:
+def serve_in_a_pause(served: Path) -> None:
     torch.set_num_threads(2)
-    net = make_net()
+    net = three_chunks()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     inputs, labels = data_of(0)
     nn.functional.cross_entropy(net(inputs), labels).backward()  # starts torch's own threads
@@ -172,28 +134,30 @@ def count_threads() -> Any:
         pass  # a fork leaves the threads of numpy's library behind: they start here
     before = os_threads()
     model = GossipDataParallel(net, optimizer)
-    train_until_exchanged(model, optimizer)
-    during = os_threads()
-    names = {thread.name for thread in threading.enumerate()}
+    train(model, optimizer, 15)
+    if model.rank == 0:
+        held, answered = flat(net), model.stats().exchanges_answered
+        # A long evaluation.
+        wait_until(lambda: model.stats().exchanges_answered > answered + 30, "it serves the other")
+        assert torch.equal(flat(net), held)
+        # Fifteen steps: a pause of many step durations must not have rung the clock.
+        assert model.stats().achieved_comm_rate < 2.5
+        served.touch()
+    else:
+        wait_until(served.exists, "worker 0 serves", lambda: train(model, optimizer, 1))
+    assert os_threads() == before + 1
+    assert f"gossipdp-{model.rank}" in {thread.name for thread in threading.enumerate()}
     model.consolidate()
-    # The kernel is told of a thread's end a moment after join returns.
+    # A joined thread is still there for a moment.
     wait_until(lambda: os_threads() <= before, lambda: f"{os_threads()} threads, {before} before")
-    return before, during, os_threads(), names, torch.get_num_threads(), model.rank
+    assert (os_threads(), torch.get_num_threads()) == (before, 2)
 
 
-def os_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+def test_in_a_pause_one_thread_serves_exchanges_and_changes_no_parameter(workers, tmp_path):
+    workers(serve_in_a_pause, 2, (tmp_path / "served",))
 
 
-def test_the_gossip_thread_is_one_and_starts_no_other(workers):
-    for before, during, after, names, num_threads, rank in workers(count_threads, 2):
-        assert (during, after) == (before + 1, before)
-        assert f"gossipdp-{rank}" in names
-        assert num_threads == 2
-
-
-def train_until_its_rate_is_set() -> tuple[float, str, list[int]]:
-    """Return the rate, its bound, and the steps made during each exchange."""
+def train_until_its_rate_is_set() -> None:
     torch.manual_seed(0)
     net = nn.Linear(16, 1500)  # 102 kB, which take one or two seconds
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
@@ -211,18 +175,14 @@ def train_until_its_rate_is_set() -> tuple[float, str, list[int]]:
     wait_until(lambda: model.stats().comm_rate_bound != "start", "the rate is known", step)
     stats = model.stats()
     model.consolidate(timeout_s=60)
-    num_steps = [
-        sum(each.started_s < at_s < each.ended_s for at_s in stepped_s)
-        for each in stats.recent_exchanges
-    ]
-    return stats.aimed_comm_rate, stats.comm_rate_bound, num_steps
+    assert (stats.comm_rate_bound, len(stats.recent_exchanges) > 0) == ("link", True)
+    assert 0.005 < stats.aimed_comm_rate < 0.2  # half a step of 0.1 s, over one or two seconds
+    for each in stats.recent_exchanges:  # training does not wait for the limit
+        assert sum(each.started_s < at_s < each.ended_s for at_s in stepped_s) > 1
 
 
 def test_a_rate_that_sets_itself_follows_the_limit(workers):
-    for rate, bound, num_steps in workers(train_until_its_rate_is_set, 2):
-        assert bound == "link"
-        assert 0.005 < rate < 0.2  # half a step of 0.1 s, over one or two seconds
-        assert min(num_steps) > 1  # training does not wait for the limit
+    workers(train_until_its_rate_is_set, 2)
 
 
 def end_by(what: str) -> tuple[float, list[str]]:

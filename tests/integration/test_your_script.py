@@ -141,6 +141,7 @@ LOOKS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
         "end.samples, accuracy_of(ema, *valid), options.output.joinpath('best.pt').exists()",
         lambda a, b: a == b and 2 * 1440 <= a[0] < 4 * 1440 and a[1] > 0.3 and a[2],
     ),
+    "examples/tied_transformer.py": ("result.world_size", lambda a, b: a == b == 2),
     "examples/lora.py": (
         # The lead alone writes the file, and perhaps after the other one has looked.
         "before, after, sorted(torch.load('adapters.pt')) if model.is_lead else []",
@@ -212,6 +213,9 @@ def seen(
     text = (ROOT / complete).read_text()
     programs[complete] = [(text, ["--epochs", "1"]), (text, ["--epochs", "2"])]
     scripts[lora] = (ROOT / lora).read_text()
+    tied = "examples/tied_transformer.py"
+    scripts[tied] = (ROOT / tied).read_text()
+    programs[tied] = [(other(tied, "16_000", "6_400"), [])]
     small = other(lora, "= 64, 256, 4, 4, 16, 400_000", "= 32, 32, 4, 1, 2, 4_000")
     make = ["base.pt", "--make", "--steps", "40"]
     programs[lora] = [(small, make), (small, ["base.pt", "--samples", "1600"])]
@@ -231,10 +235,7 @@ def test_the_change_does_what_it_says(name, seen):
 
 
 def die_in_an_evaluation(script: str, directory: Path) -> None:
-    """Run the script; the lead is killed in its evaluation of epoch 1, the others are in epoch 2.
-
-    Nobody gets an epoch ahead of the lead, so it is busy during none.
-    """
+    """Run the script; the lead is killed in its evaluation of epoch 1, when others are in 2."""
     os.chdir(directory)
     torch.set_num_threads(1)
 

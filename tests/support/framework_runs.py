@@ -2,8 +2,7 @@
 
     python tests/support/framework_runs.py results.json
 
-A process of its own: its fork server imports the frameworks once, which costs some ten seconds of
-CPU time that no other test shall wait for.
+A process of its own: its fork server imports the frameworks, which takes ten seconds of CPU time.
 """
 
 import hashlib
@@ -91,34 +90,6 @@ def scaled(linear: Any) -> Any:
     return Scaled()
 
 
-def save_under_lightning(folder: str) -> dict[str, Any]:
-    """Train with accumulation; the workers share a directory for checkpoints and logs."""
-    import lightning
-    import torch
-
-    from gossipdp.integrations import single_process
-    from gossipdp.integrations.lightning import GossipStrategy
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = torch.nn.Linear(2, 1)
-
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            return self.linear(batch).square().mean()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    steps = {"max_steps": 4, "accumulate_grad_batches": 2, "enable_progress_bar": False}
-    with single_process():
-        strategy = GossipStrategy()
-        trainer = lightning.Trainer(strategy=strategy, default_root_dir=folder, **steps)
-    trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(64, 2), batch_size=4))
-    trainer.save_checkpoint(f"{folder}/final-{strategy.gossip.rank}.ckpt")
-    return {"is_first": trainer.is_global_zero, **counts_of(strategy.gossip)}
-
-
 def forget_the_single_process() -> list[str]:
     """Return the errors of frameworks that were set up as a part of the run."""
     import torch
@@ -157,10 +128,9 @@ def main(results: Path) -> None:
 
     for name, wrapper in WRAPPERS.items():
         run(name, run_example, name, wrapper)
-    for save in (save_under_transformers, save_under_lightning):
-        folder = results.parent / save.__name__.replace("save_under_", "saved by ")
-        folder.mkdir()
-        run(folder.name, save, str(folder))
+    folder = results.parent / "saved by transformers"
+    folder.mkdir()
+    run(folder.name, save_under_transformers, str(folder))
     run("without single_process", forget_the_single_process)
     results.write_text(json.dumps(outcomes, indent=1))
 

@@ -18,11 +18,7 @@ from gossipdp.protocol.pairing import Idle
 
 
 def quietly(model: GossipDataParallel, meet: Callable[[str], None], look: Callable[[], Any]) -> Any:
-    """Return what ``look`` finds while no worker exchanges; none trains meanwhile.
-
-    ``meet`` waits for all workers that live, once for each word. Each worker first makes the
-    exchanges that are due: if a proposal is withdrawn, the peer may have begun it, and it fails.
-    """
+    """Return what ``look`` finds while no worker exchanges; ``meet`` waits for all that live."""
     worker: Any = model._worker
     thread, loop, protocol = worker._thread, worker._loop, worker._protocol
     meet("trained")  # until then the others may need this one's exchanges
@@ -33,6 +29,7 @@ def quietly(model: GossipDataParallel, meet: Callable[[str], None], look: Callab
             pairing.available and (is_due or pairing.backlog)
         )
 
+    # If a proposal were withdrawn, the peer might have begun it, and it would fail.
     wait_until(lambda: thread.call(has_made_all).result(), "all exchanges that are due")
     meet("made")  # until then the others may need this one's answers
     thread.call(lambda: loop.perform(protocol.hold(loop.clock()))).result()

@@ -15,7 +15,7 @@ import msgspec
 from waiting import wait_until
 
 from gossipdp.links.frames import HEADER_BYTES, ChunkKey, FrameType, check_length, pack_key, run_tag
-from gossipdp.links.handshake import Identity, Refusal
+from gossipdp.links.handshake import Handshake, Identity, Refusal
 from gossipdp.links.link import Link, LinkHandler, Transport
 from gossipdp.links.shared_memory import SlotMemory
 from gossipdp.links.sockets import listen
@@ -23,6 +23,27 @@ from gossipdp.links.tcp import TcpTransport
 from gossipdp.links.tcp_link import LinkOwner, TcpLink
 from gossipdp.links.tls import Tls
 from gossipdp.logs import OnceLog
+
+EXCHANGE = FrameType.EXCHANGE_CHUNK
+
+
+def key(index: int = 0) -> ChunkKey:
+    """Return the key of a chunk of a test's one exchange."""
+    return ChunkKey(0, 0, 1, index)
+
+
+def identity(rank: int, **changes: Any) -> Identity:
+    """Return the hello of a worker of the run "run"."""
+    settings = "run", "model", "a2cid2", "ring of 4", "1.0", "float32"
+    return msgspec.structs.replace(Identity(rank, 0, 1000 + rank, *settings), **changes)
+
+
+def feed(machine: Handshake, data: bytes) -> bytes:
+    """Give a machine bytes as it wants them; return those that it did not want."""
+    while data and (count := machine.num_wanted):
+        machine.receive(data[:count])
+        data = data[count:]
+    return data
 
 
 @dataclass(eq=False)
@@ -128,17 +149,14 @@ class World:
         self.nodes: list[Node] = []
         self._tls_directory = tls
 
-    def identity(self, rank: int, **changes: Any) -> Identity:
-        plain = Identity(rank, 0, 1000 + rank, "run", "model", "a2cid2", "ring", "1.0", "float32")
-        return msgspec.structs.replace(plain, **changes)
-
-    def tcp(self, rank: int, *, secret: bytes = b"secret", port: int = 0, **changes: Any) -> Node:
+    def tcp(self, rank: int, *, at: tuple[str, int] = ("127.0.0.1", 0), **changes: Any) -> Node:
+        """Make a worker that listens ``at``; ``changes`` are of its hello and its transport."""
         own = Identity.__struct_fields__
         options = {name: changes.pop(name) for name in list(changes) if name not in own}
-        listener, handler = listen("127.0.0.1", port), Recorder()
-        identity = self.identity(rank, **changes)
-        transport = TcpTransport(handler, identity, secret, listener, **options)
-        self.nodes.append(Node(handler, transport, *listener.getsockname(), rank))
+        secret = options.pop("secret", b"secret")
+        listener, handler = listen(*at), Recorder()
+        transport = TcpTransport(handler, identity(rank, **changes), secret, listener, **options)
+        self.nodes.append(Node(handler, transport, *listener.getsockname()[:2], rank))
         return self.nodes[-1]
 
     def tls(self, rank: int, **changes: Any) -> Node:
@@ -171,7 +189,6 @@ class World:
         node.transport.close()
 
     def join(self, first: Node, second: Node) -> tuple[Link, Link]:
-        """Link two workers, ``first`` dialling."""
         first.dial(second)
         self.until(
             lambda: second.rank in first.handler.links and first.rank in second.handler.links
@@ -182,7 +199,6 @@ class World:
         return there, back
 
     def pair(self, make: Callable[[int], Node]) -> tuple[Node, Node, Link, Link]:
-        """Make workers 0 and 1, and link them, 0 dialling."""
         first, second = make(0), make(1)
         return first, second, *self.join(first, second)
 
@@ -199,10 +215,7 @@ def has_ended(connection: socket.socket) -> bool:
 
 
 class MemoryLink(Link):
-    """A link without a network: what is queued stays there until a test takes it.
-
-    ``controls``, and ``queue`` with (frame type, key, payload) of each chunk.
-    """
+    """A link without a network: what is queued stays there until a test takes it."""
 
     def __init__(self, peer: int = 0) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Helpers of tests that load scripts, or start ``gossipdp run`` and look at its processes."""
+"""Loads scripts, starts ``gossipdp run`` and looks at its processes."""
 
 import importlib.util
 import os
@@ -34,10 +34,18 @@ TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "TORCHELASTIC_RESTART_COUNT": "2",
 }
+_ports = iter(range(20000 + os.getpid() % 10000, 32768))
+
+
+def free_port() -> int:
+    """Return a free port of those that no process is given that asks for any; another each time."""
+    for port in _ports:
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no free port")
 
 
 def listens(address: tuple[str, int]) -> bool:
-    """Return whether a process takes connections at an address."""
     with suppress(OSError), socket.create_connection(address, 1.0):
         return True
     return False
@@ -85,10 +93,7 @@ def wait_until_gone(pids: Collection[int]) -> None:
 
 
 class RunCommand:
-    """One ``gossipdp run`` with these words; ``output`` is the file of all that it writes.
-
-    ``within``: a command that starts the one that follows it.
-    """
+    """One ``gossipdp run`` with these words, started ``within`` a command; it writes ``output``."""
 
     def __init__(
         self,

@@ -51,10 +51,7 @@ def values(net: nn.Module) -> Tensor:
 
 
 def exchanged_by_hand(mesh: DeviceMesh, *, is_sharded: bool) -> Tensor:
-    """Two replicas train, and exchange after each step, in a fixed order; x and c at the end.
-
-    Each replica sees the same batches, sharded or not: FSDP averages what its processes take.
-    """
+    """Return x and c after steps and exchanges of two replicas in a fixed order."""
     replica, part = mesh.get_local_rank("replicate"), mesh.get_local_rank("shard")
     num_parts = mesh.size(1)
     net = make_net(replica, torch.float64)
@@ -148,7 +145,7 @@ def train(mesh: DeviceMesh, directory: Path, save: str) -> Seen:
         step(model, optimizer, batch)
         seen.steps += 1
         if seen.steps == 6:
-            seen.facts |= look_at_average(model, net)
+            look_at_average(model, net)
     seen.exchanges = model.stats().exchanges
     names: dict[str, Any] = {"model": model, "net": net, "optimizer": optimizer, "mesh": mesh}
     exec(save, names)
@@ -156,8 +153,8 @@ def train(mesh: DeviceMesh, directory: Path, save: str) -> Seen:
     return seen.at_the_end(model, net)
 
 
-def look_at_average(model: GossipDataParallel, net: nn.Sequential) -> dict[str, bool]:
-    """Within ``averaged()`` the forward pass is of other parameters, and after it of the own."""
+def look_at_average(model: GossipDataParallel, net: nn.Sequential) -> None:
+    """Assert that within ``averaged()`` the forward pass is of it, and after it of the own."""
     inputs, (first, _, second) = torch.ones(3, 6), net
 
     def reshard() -> None:
@@ -172,11 +169,8 @@ def look_at_average(model: GossipDataParallel, net: nn.Sequential) -> dict[str, 
             reshard()
             hidden = torch.tanh(inputs @ whole(first.weight).T + whole(first.bias))
             expected = hidden @ whole(second.weight).T + whole(second.bias)
-        after = values(net)
-    return {
-        "forward is of the average": torch.allclose(forward, expected, atol=1e-6),
-        "own are back": torch.equal(after, before),
-    }
+        torch.testing.assert_close(forward, expected)
+        assert torch.equal(values(net), before)
 
 
 def tensors_of(state: Any) -> Tensor:
@@ -188,13 +182,8 @@ def tensors_of(state: Any) -> Tensor:
     return torch.cat([torch.empty(0), *(tensors_of(state[name]) for name in sorted(state))])
 
 
-def on_one_mesh(
-    directory: Path, save: str, load: str
-) -> tuple[Tensor, Tensor, Seen, dict[str, Any]]:
-    """Two replicas of two processes in one world; see the test.
-
-    ``save`` and ``load`` are the programs of docs/shards.md.
-    """
+def on_one_mesh(directory: Path, save: str, load: str) -> tuple[Tensor, Tensor, Seen]:
+    """Two replicas of two processes in one world; ``save`` and ``load`` are of docs/shards.md."""
     torch.set_num_threads(1)
     os.chdir(directory)
     dist.init_process_group("gloo")
@@ -202,18 +191,15 @@ def on_one_mesh(
     sharded = exchanged_by_hand(mesh, is_sharded=True)
     plain = exchanged_by_hand(mesh, is_sharded=False)
     seen = train(mesh, directory, save)
-    more = {"loaded": loaded(load), **resumed(mesh, directory), **averaged_and_stopped(mesh)}
-    more |= poisoned(mesh)
+    seen.facts |= {"loaded": loaded(load), "resumed from": resumed(mesh, directory)}
+    seen.facts |= {"stopped after": averaged_and_stopped(mesh)} | poisoned(mesh)
     dist.barrier()
     dist.destroy_process_group()
-    return sharded, plain, seen, more
+    return sharded, plain, seen
 
 
 def loaded(load: str) -> tuple[Tensor, Tensor]:
-    """Load a replica's checkpoint into shards over four processes: all, and the parameters.
-
-    Then that one replica trains on.
-    """
+    """Load a replica's checkpoint into shards over four processes, which train on as one."""
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
     net = shard(make_net(99), mesh["shard"])
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
@@ -230,7 +216,7 @@ def loaded(load: str) -> tuple[Tensor, Tensor]:
     return everything, parameters
 
 
-def resumed(mesh: DeviceMesh, directory: Path) -> dict[str, Any]:
+def resumed(mesh: DeviceMesh, directory: Path) -> int:
     """Go on from checkpoints of which one process lacks its newest."""
     if dist.get_rank() == 1:
         files = sorted((directory / "run" / "shard-1-of-2" / "worker-0").iterdir())
@@ -239,50 +225,51 @@ def resumed(mesh: DeviceMesh, directory: Path) -> dict[str, Any]:
     saving = Checkpoints(directory / "run", resume="auto")
     model, _, optimizer = wrapped(99, mesh, budget_samples=BUDGET, checkpoints=saving)
     steps, state = model._worker.step_number, optimizer.state_dict()["state"]
-    kinds = {type(each["exp_avg"]).__name__ for each in state.values()}
+    assert all(isinstance(each["exp_avg"], DTensor) for each in state.values())
     model.close()
-    return {"resumed from": steps, "moments": kinds}
+    return steps
 
 
-def averaged_and_stopped(mesh: DeviceMesh) -> dict[str, Any]:
+def averaged_and_stopped(mesh: DeviceMesh) -> int:
     """Replicas that do not exchange, so their average is known; then one process stops the run."""
     rank = dist.get_rank()
     model, net, optimizer = wrapped(rank, mesh, budget_samples=ENDLESS, comm_rate=1e-6)
-    facts: dict[str, Any] = {"steps": 0}
+    num_steps = 0
     for batch in model.batches(loader(model.worker_seed)):
         step(model, optimizer, batch)
-        facts["steps"] += 1
-        if facts["steps"] == 4:
-            facts |= averages(model, net, mesh["replicate"].get_group())
-        if (rank, facts["steps"]) == (3, 6):
+        num_steps += 1
+        if num_steps == 4:
+            look_at_averages(model, net, mesh["replicate"].get_group())
+        if (rank, num_steps) == (3, 6):
             model.stop()
-    facts["stopped and averaged"] = model.consolidate().world_size
-    return facts
+    assert model.consolidate().world_size == 2
+    return num_steps
 
 
-def averages(
+def look_at_averages(
     model: GossipDataParallel, net: nn.Module, partners: dist.ProcessGroup
-) -> dict[str, Tensor]:
-    """Return the replica's parameters, the mean over replicas, and what the wrapper says it is."""
+) -> None:
+    """Assert that all that the wrapper gives as the average is the mean over the replicas."""
     own, names = values(net), [name for name, _ in net.named_parameters()]
     mean = own.clone()
     dist.all_reduce(mean, group=partners)
+    mean /= 2
+    assert (own - mean).norm() > 0.01
     with model.averaged():
-        within = values(net)
-        state = model.state_dict()
-        state = [whole(state[name].detach()).flatten() for name in names]
+        within, state = values(net), model.state_dict()
+        torch.testing.assert_close(within, mean)
+        parts = [whole(state[name].detach()).flatten() for name in names]
+        assert torch.equal(torch.cat(parts), within)
     dist.barrier()  # nobody steps while another averages
     path = Path(f"averaged-{model.rank}.pt")
     model.save_averaged(path)
     dist.barrier()
     saved = torch.load(path, weights_only=True)
-    file = torch.cat([saved[name].flatten() for name in names])
-    found = {"averaged": within, "averaged state": torch.cat(state), "averaged file": file}
-    return {"own": own, "mean": mean / 2, **found}
+    torch.testing.assert_close(torch.cat([saved[name].flatten() for name in names]), mean)
 
 
 def poisoned(mesh: DeviceMesh) -> dict[str, Any]:
-    """Give one process of replica 1 a batch of NaN, so that its replica's parameters become NaN."""
+    """Give one process of replica 1 a batch of NaN, which poisons the replica's parameters."""
     rank, num_steps = dist.get_rank(), 0
     strict = Exchange(pace="strict")
     model, net, optimizer = wrapped(
@@ -293,19 +280,15 @@ def poisoned(mesh: DeviceMesh) -> dict[str, Any]:
             factor = math.nan if (rank, num_steps) == (3, 5) else 1.0
             step(model, optimizer, (factor * inputs, targets))
             num_steps += 1
-        num_averaged = model.consolidate().world_size
+        assert model.consolidate().world_size == 1
     except PoisonedError:
         model.close()
         return {"poisoned at": num_steps}
-    return {"healthy ones": num_averaged, "healthy values": values(net)}
+    return {"healthy values": values(net)}
 
 
 def until_asked(directory: Path) -> None:
-    """Two replicas of two processes, each a world of its own, train until SIGTERM comes.
-
-    The second process of replica 0 is not done with its checkpoint before the first has ended, and
-    nobody is in a hurry.
-    """
+    """Train until SIGTERM comes; one process is not done saving before its replica's other ends."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     shard_number = dist.get_rank()
@@ -337,10 +320,7 @@ class SlowToSave:
 
 
 def dying_replica() -> Seen:
-    """Two replicas of two processes, each a world of its own; a process of replica 1 is killed.
-
-    Once the other replica trains; when it has come back, it stops the run after 20 steps.
-    """
+    """Let a process of replica 1 be killed once both train; come back, it stops after 20 steps."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     model, net, optimizer = wrapped(dist.get_rank(), budget_samples=ENDLESS)

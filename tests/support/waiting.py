@@ -18,10 +18,7 @@ def wait_until(
     meanwhile: Callable[[], object] = pause,
     longest_s: float = LONGEST_S,
 ) -> None:
-    """Do ``meanwhile``, such as a training step, until ``condition()`` holds.
-
-    Raises AssertionError, which says ``what`` has not happened, after ``longest_s`` seconds.
-    """
+    """Do ``meanwhile`` until ``condition()`` holds; fail after ``longest_s`` with ``what``."""
     deadline_s = time.monotonic() + longest_s
     while not condition():
         if time.monotonic() > deadline_s:

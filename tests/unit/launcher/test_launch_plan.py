@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from calling_back import CallingLock
-from links import listening
+from links import identity, listening
 from run_processes import TORCHRUN, listens
 from torch.distributed import TCPStore
 from waiting import LONGEST_S, wait_until
@@ -27,7 +27,7 @@ from gossipdp.launcher.environment import Environment
 from gossipdp.launcher.launch_plan import JoinInfo, LaunchPlan, ask_join_infos
 from gossipdp.launcher.reports import Report, ReportChannel, report_variables, send_report
 from gossipdp.launcher.store import HostedStore, connect, ready_key
-from gossipdp.links.handshake import MAGIC, VERSION, Handshake, Identity
+from gossipdp.links.handshake import MAGIC, VERSION, Handshake
 from gossipdp.links.tls import Tls
 
 SECRET = "a secret of this test"
@@ -35,7 +35,6 @@ SECRET = "a secret of this test"
 
 @contextmanager
 def opened(plan: LaunchPlan) -> Iterator[Any]:
-    """Open the plan's store and yield a connection to it."""
     with closing(plan):
         plan.open()
         yield connect(Environment.read(plan.worker_variables(0)), 30)
@@ -89,11 +88,6 @@ def own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def begin(store: Any, plan: LaunchPlan) -> None:
-    for rank in range(plan.world_size):
-        store.set(ready_key(plan.key_prefix, rank), "1")
-
-
 def test_a_store_that_others_reach_closes_once_all_have_begun(monkeypatch):
     looks: list[int] = []
     have_all_begun = HostedStore.have_all_begun
@@ -112,7 +106,7 @@ def test_a_store_that_others_reach_closes_once_all_have_begun(monkeypatch):
         wanted = len(looks) + 2
         wait_until(lambda: len(looks) >= wanted, "it has looked whether all have begun")
         assert listens(plan.store)
-        begin(store, plan)
+        store.set(ready_key(plan.key_prefix, 1), "1")
         wait_until(lambda: not listens(plan.store), "its port is closed")
         assert plan.hosted is not None
         assert plan.hosted.have_all_begun()
@@ -122,7 +116,8 @@ def test_a_store_on_loopback_stays_for_the_users_process_groups(monkeypatch):
     monkeypatch.setattr(stores, "CLOSE_AFTER_S", 0.0)
     plan = LaunchPlan.on_hosts(2)
     with opened(plan) as store:
-        begin(store, plan)
+        for rank in range(2):
+            store.set(ready_key(plan.key_prefix, rank), "1")
         assert plan.hosted is not None
         assert plan.hosted._thread is not None
         plan.hosted._thread.join(LONGEST_S)  # which would close it
@@ -256,15 +251,7 @@ def silent_address() -> tuple[str, int]:
 
 
 def as_a_worker() -> Handshake:
-    identity = Identity(2, 0, 5, "the run", "model", "a2cid2", "ring", "1", "float32")
-    return Handshake(identity, b"a secret of this test", dialler=False)
-
-
-def greet(connection: socket.socket) -> None:
-    handshake = as_a_worker()
-    while handshake.num_wanted:
-        handshake.receive(connection.recv(handshake.num_wanted))
-    connection.sendall(handshake.take_output())
+    return Handshake(identity(2, run_id="the run"), SECRET.encode(), dialler=False)
 
 
 def refuse(connection: socket.socket) -> None:
@@ -282,12 +269,13 @@ def drip(connection: socket.socket) -> None:
         time.sleep(0.02)
 
 
-def say_nothing(connection: socket.socket) -> None:
-    while connection.recv(1000):
-        pass
-
-
 def test_a_worker_says_to_which_run_it_belongs():
+    def greet(connection: socket.socket) -> None:
+        handshake = as_a_worker()
+        while handshake.num_wanted:
+            handshake.receive(connection.recv(handshake.num_wanted))
+        connection.sendall(handshake.take_output())
+
     with listening(greet) as address:
         both = silent_address(), address
         assert ask_join_infos(both, 1) == [JoinInfo("the run", join=both)]
@@ -298,7 +286,6 @@ def test_a_worker_says_to_which_run_it_belongs():
     [
         (lambda peer: peer.sendall(b"HTTP/1.1 400 Bad\r\n"), LONGEST_S, "connection starts with"),
         (lambda peer: peer.recv(10), LONGEST_S, "closed the connection|reset by peer"),
-        (say_nothing, 0.05, "timed out"),
         (drip, 0.2, "in time|timed out"),
         (refuse, LONGEST_S, "TLS is off"),
     ],
@@ -363,18 +350,25 @@ def channel() -> Iterator[ReportChannel]:
         yield channel
 
 
-def test_more_addresses_than_are_needed_are_cut(channel):
+def test_addresses_are_bounded_and_garbage_is_skipped(channel):
     many = dict.fromkeys(range(5000), ("2001:db8:1111:2222:3333:4444:5555:6666", 65535))
     assert send_report(Report(addresses=many), report_variables(channel.sender))
-    (report,) = channel.take()
-    assert report.addresses is not None
-    assert list(report.addresses) == list(range(reports.MAX_ADDRESSES))
-
-
-def test_garbage_is_skipped(channel):
     for message in (b"{", b'{"rank": "x"}', b'{"rank": 3}'):
         channel.sender.send(message)
-    assert channel.take() == [Report(rank=3)]
+    bounded, last = channel.take()
+    assert bounded.addresses is not None
+    assert list(bounded.addresses) == list(range(reports.MAX_ADDRESSES))
+    assert last == Report(rank=3)
+
+
+def test_who_joins_is_told_the_newest_addresses_of_many():
+    info = JoinInfo()
+    info.take(Report(addresses={rank: ("127.0.0.1", 1000 + rank) for rank in range(40)}))
+    told = info.join_variables(39, 0)
+    ports = [int(address.rpartition(":")[2]) for address in told["GOSSIPDP_JOIN"].split(",")]
+    assert ports == list(range(1038, 1006, -1))
+    joiner = Environment.read(told | {"RANK": "39", "GOSSIPDP_RUN_ID": "r"})
+    assert [port for _, port in joiner.addresses_to_join()] == list(range(1038, 1007, -1))
 
 
 def test_a_full_queue_and_an_end_without_a_reader_do_no_harm(channel):
@@ -389,22 +383,13 @@ def test_a_full_queue_and_an_end_without_a_reader_do_no_harm(channel):
 
 def test_another_thing_under_the_same_number_is_left_alone():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-    with ours, theirs:
-        other = f"{ours.fileno()}:{os.fstat(ours.fileno()).st_ino + 1}"
-        assert not send_report(Report(rank=1), {reports.REPORT_VARIABLE: other})
+    reader, writer = os.pipe()
+    with ours, theirs, open(reader, "rb"), open(writer, "wb"):
+        another = f"{ours.fileno()}:{os.fstat(ours.fileno()).st_ino + 1}"
+        no_socket = f"{writer}:{os.fstat(writer).st_ino}"
+        for said in (another, no_socket, "999999:1", "nonsense", ""):
+            assert not send_report(Report(rank=1), {reports.REPORT_VARIABLE: said})
         theirs.setblocking(False)
         with pytest.raises(BlockingIOError):
             theirs.recv(100)
-    reader, writer = os.pipe()
-    try:
-        inode = os.fstat(writer).st_ino
-        assert not send_report(Report(rank=1), {reports.REPORT_VARIABLE: f"{writer}:{inode}"})
-    finally:
-        os.close(reader)
-        os.close(writer)
-
-
-def test_without_a_launcher_nothing_is_sent():
-    assert not send_report(Report(begins=True), {})
-    assert not send_report(Report(begins=True), {reports.REPORT_VARIABLE: "nonsense"})
-    assert not send_report(Report(begins=True), {reports.REPORT_VARIABLE: "999999:1"})
+    assert not send_report(Report(rank=1), {})

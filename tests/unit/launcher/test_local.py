@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from run_processes import VARIABLES, runs, wait_until_gone
+from run_processes import VARIABLES, runs
 from waiting import wait_until
 
 from gossipdp.errors import RendezvousError
@@ -78,27 +78,6 @@ def test_without_a_launcher_and_for_other_errors_python_shows_the_traceback(
     assert text in capsys.readouterr().err
 
 
-@pytest.mark.processes
-def test_what_a_dead_worker_left_behind_ends_with_it(tmp_path):
-    # Worker 1 dies; its next life, and worker 0, end when the child of the first is noted.
-    path, end = tmp_path / "child", tmp_path / "end"
-    code = (
-        "import os, subprocess, time\n"
-        "from gossipdp.launcher.reports import Report, send_report\n"
-        "if os.environ.get('GOSSIPDP_RESTARTS'):\n"
-        f"    open({str(end)!r}, 'w').close()\n"
-        "send_report(Report(begins=True, addresses={0: ('127.0.0.1', 9)}))\n"
-        "if os.environ['RANK'] == '1' and not os.environ.get('GOSSIPDP_RESTARTS'):\n"
-        f"    open({str(path)!r}, 'w').write(str(subprocess.Popen(['sleep', '3600']).pid))\n"
-        "    os._exit(1)\n"
-        f"while not os.path.exists({str(end)!r}):\n"
-        "    time.sleep(0.01)\n"
-    )
-    ended_by, supervisor = supervise(code, 2, max_restarts=1)
-    assert (ended_by, supervisor.failures) == (None, [])
-    wait_until_gone([int(path.read_text())])
-
-
 def test_process_1_reaps_what_a_dead_worker_left_behind():
     """It inherits orphans, as a subreaper does (prctl(2)), and is not their first parent."""
     prctl, set_child_subreaper = ctypes.CDLL(None).prctl, 36
@@ -111,8 +90,11 @@ def test_process_1_reaps_what_a_dead_worker_left_behind():
         own = psutil.Process(worker.pid)
         wait_until(own.children, "it has a child")
         (left,) = own.children()
-        worker.kill()
-        wait_until(lambda: worker.poll() is not None and not runs(left.pid), "both have died")
+        worker.send(signal.SIGKILL)
+        wait_until(lambda: worker.poll() is not None, "it has died")
+        assert runs(left.pid)
+        worker.kill_group()
+        wait_until(lambda: not runs(left.pid), "its child has died too")
         assert psutil.pid_exists(left.pid), "it is a zombie"
         worker.close()
         assert not psutil.pid_exists(left.pid)

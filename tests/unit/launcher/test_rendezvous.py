@@ -1,6 +1,7 @@
 import json
 import re
 import socket
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -144,12 +145,14 @@ def test_a_given_secret_and_run_id_are_kept_and_not_published():
         ({}, {"world_size": 4}, {}, "WORLD_SIZE is 4 here and 3 on worker 0"),
     ],
 )
-def test_a_difference_ends_the_start_for_all(zeroth, own, change, message):
+def test_a_difference_ends_the_start_for_all(zeroth, own, change, message, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     store = HashStore()
     assert "workers 1, 2 did not arrive" in failure(replace(environment(0), **zeroth), store)
     odd = msgspec.structs.replace(SETTINGS, **change)
     refused = failure(replace(environment(1), **own), store, odd, RefusedError)
     assert refused.startswith("worker 1 cannot join: ")
+    assert sys.excepthook is not sys.__excepthook__, "the launcher says it, once"
     assert message in refused
     if not zeroth:  # a worker that waits for the refused one ends too, and knows why
         assert failure(environment(2), store) == refused
@@ -199,6 +202,13 @@ def test_a_store_with_an_unknown_name_is_named_at_once(rank, monkeypatch, caplog
     with pytest.raises(RendezvousError, match=r"at store:0 within 0\.2 s \(unknown here\); wor"):
         connect(environment(rank), 0.2)
     assert caplog.text.count(f"worker {rank} does not find MASTER_ADDR 'store' (unknown here)") == 1
+
+
+def test_a_store_that_nobody_hosts_is_named_in_time():
+    own = replace(environment(1), store_host="127.0.0.1", store_port=1)
+    said = r"worker 1 could not reach the store at 127.0.0.1:1 within 0.2 s \(Connection refused\);"
+    with pytest.raises(RendezvousError, match=rf"{said} worker 0 hosts it: check"):
+        Rendezvous.open(own, 0.2)
 
 
 def test_a_store_that_goes_away_is_one_clear_error():

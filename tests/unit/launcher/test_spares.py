@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from waiting import wait_until
 
 from gossipdp.launcher import local
 from gossipdp.launcher.local import ScriptWorker, Spares
+from gossipdp.launcher.processes import Ending
 from gossipdp.launcher.reports import Report
 from gossipdp.launcher.spare_interpreter import PROGRAM
 
@@ -61,71 +61,57 @@ spare_interpreter.import_ahead = import_ahead
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "scripts" / "package").mkdir(parents=True)
-    (tmp_path / "scripts" / "train.py").write_text(SCRIPT)
-    (tmp_path / "scripts" / "package" / "__init__.py").touch()
-    (tmp_path / "scripts" / "package" / "train.py").write_text(SCRIPT)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for scripts in (tmp_path / "scripts", tmp_path / "scripts" / "package"):
+        scripts.mkdir()
+        (scripts / "train.py").write_text(SCRIPT)
+    (scripts / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path / "scripts")
     return tmp_path
 
 
-@pytest.fixture
-def start(folder: Path, without_torch: dict[str, str]) -> Iterator[Callable[..., ScriptWorker]]:
-    """Start a worker of these words in ``scripts``; from a spare if ``number`` is 1.
+class Kept(Spares):
+    """Spares of a script, for workers that write what they see into a file."""
 
-    The spare imports an empty torch, in no time, unless ``torch`` is true.
-    """
-    before, started = Path.cwd(), []
-    os.chdir(folder / "scripts")
-    (folder / "sitecustomize.py").write_text(AHEAD)
+    def __init__(
+        self, folder: Path, variables: dict[str, str], number: int, *words: str, file: str = "seen"
+    ) -> None:
+        super().__init__(list(words or ["train.py"]), variables, number)
+        self.file, self.variables = folder / file, variables | {"FILE": str(folder / file)}
+        self.prepare()
 
-    def start(
-        words: list[str], number: int, *, torch: bool = False, safe: bool = False, **changes: str
-    ) -> ScriptWorker:
-        common = VARIABLES if torch else without_torch
-        common = common | {"ONE": "same", "TWO": "changes"}
-        del common["PYTHONWARNINGS"]  # torch warns on import
-        common |= {"PYTHONSAFEPATH": "1"} if safe else {}
-        spares = Spares(words, common, number)
-        with closing(spares):
-            spares.prepare()
-            started.append(spares.start(common | changes))
-        return started[-1]
-
-    yield start
-    os.chdir(before)
-    for each in started:
-        each.discard()
-
-
-def seen_by(worker: ScriptWorker, file: Path) -> dict[str, object]:
-    wait_until(lambda: worker.poll() is not None, "the script ends")
-    ending = worker.poll()
-    assert ending is not None
-    assert ending.reason == "ended with exit code 7"
-    assert file.with_name(f"{file.name}-end").exists(), "what runs at exit did not"
-    assert worker.reports.take() == [Report(says="a sentence")]
-    return dict(json.loads(file.read_text()))
+    def seen_by(self, worker: ScriptWorker) -> dict[str, object]:
+        wait_until(lambda: worker.poll() is not None, "the script ends")
+        assert worker.poll() == Ending("ended with exit code 7")
+        assert self.file.with_name(f"{self.file.name}-end").exists(), "what runs at exit did not"
+        assert worker.reports.take() == [Report(says="a sentence")]
+        worker.discard()
+        return dict(json.loads(self.file.read_text()))
 
 
 @pytest.mark.parametrize(
     ("words", "options"),
     [
-        (["train.py", "--lr", "0.1", "-m"], {"torch": True}),
-        (["-m", "package.train", "a b"], {}),
-        (["./train.py"], {}),
-        (["train.py"], {"safe": True}),
+        (["train.py", "--lr", "0.1", "-m"], "torch"),
+        (["-m", "package.train", "a b"], ""),
+        (["./train.py"], ""),
+        (["train.py"], "safe"),
     ],
 )
-def test_a_script_sees_what_it_would_in_a_new_interpreter(start, folder, words, options):
+def test_a_script_sees_what_it_would_in_a_new_interpreter(folder, without_torch, words, options):
+    """A spare imports an empty torch, in no time, unless ``torch`` is asked for."""
+    (folder / "sitecustomize.py").write_text(AHEAD)
+    common = dict(VARIABLES if "torch" in options else without_torch) | {"ONE": "1", "TWO": "2"}
+    del common["PYTHONWARNINGS"]  # torch warns on import
+    common |= {"PYTHONSAFEPATH": "1"} if "safe" in options else {}
     both = []
     for number in (0, 1):
-        file = folder / f"seen-{number}"
-        worker = start(words, number, RANK="3", TWO="\udc80 ö", FILE=str(file), **options)
-        both.append(seen_by(worker, file))
+        with closing(Kept(folder, common, number, *words, file=f"seen-{number}")) as spares:
+            worker = spares.start(spares.variables | {"RANK": "3", "TWO": "\udc80 ö"})
+        both.append(spares.seen_by(worker))
         variables = both[-1].pop("variables")
         assert isinstance(variables, dict)
-        assert [variables[name] for name in ("ONE", "TWO", "RANK")] == ["same", "\udc80 ö", "3"]
+        assert [variables[name] for name in ("ONE", "TWO", "RANK")] == ["1", "\udc80 ö", "3"]
     new, spare = both
     # Else it was no spare, but a new interpreter in its place.
     assert (new.pop("torch"), spare.pop("torch")) == (False, True)
@@ -137,13 +123,10 @@ def test_a_script_sees_what_it_would_in_a_new_interpreter(start, folder, words, 
 
 def test_as_many_as_are_wanted_are_kept_and_end_with_the_run(folder, without_torch):
     # A spare that were to run without being told would leave this file.
-    given = without_torch | {"FILE": str(folder / "unused")}
-    spares = Spares([str(folder / "scripts" / "train.py")], given, 2)
-    for _ in range(2):
-        spares.prepare()
+    spares = Kept(folder, without_torch | {"FILE": str(folder / "unused")}, 2)
+    spares.prepare()
     first, second = spares._waiting
-    file = folder / "seen"
-    worker = spares.start(without_torch | {"FILE": str(file)})
+    worker = spares.start(spares.variables)
     assert worker is first
     assert spares._waiting == [second]
     spares.prepare()
@@ -151,41 +134,37 @@ def test_as_many_as_are_wanted_are_kept_and_end_with_the_run(folder, without_tor
     third = spares._waiting[1]
     spares.close()
     assert not any(runs(each.pid) for each in (second, third))
-    seen_by(worker, file)
-    worker.close()
+    spares.seen_by(worker)
     assert not list(folder.glob("unused*"))
 
 
 def test_one_that_has_died_is_not_used_and_no_other_is_kept(folder, without_torch):
-    spares = Spares([str(folder / "scripts" / "train.py")], without_torch, 1)
-    spares.prepare()
-    (dead,) = spares._waiting
-    os.kill(dead.pid, signal.SIGKILL)
-    wait_until(lambda: dead.poll() is not None, "it has died")
-    file = folder / "seen"
-    worker = spares.start(without_torch | {"FILE": str(file)})
+    spares = Kept(folder, without_torch, 1)
+
+    def kill() -> ScriptWorker:
+        (spare,) = spares._waiting
+        os.kill(spare.pid, signal.SIGKILL)
+        wait_until(lambda: spare.poll() is not None, "it has died")
+        return spare
+
+    dead = kill()
+    worker = spares.start(spares.variables)
     assert worker is not dead
-    seen_by(worker, file)
-    worker.close()
+    spares.seen_by(worker)
     spares.prepare()
-    (other,) = spares._waiting
-    os.kill(other.pid, signal.SIGKILL)
-    wait_until(lambda: other.poll() is not None, "it has died")
+    kill()
     spares.prepare()
     assert spares._waiting == []
 
 
 def test_variables_that_do_not_fit_into_the_pipe_take_a_new_interpreter(folder, without_torch):
-    spares = Spares([str(folder / "scripts" / "train.py")], without_torch, 1)
-    spares.prepare()
+    spares = Kept(folder, without_torch, 1)
     (spare,) = spares._waiting
     os.kill(spare.pid, signal.SIGSTOP)  # it takes nothing out
-    file = folder / "seen"
-    worker = spares.start(without_torch | {"FILE": str(file), "LONG": "x" * 100_000})
+    worker = spares.start(spares.variables | {"LONG": "x" * 100_000})
     assert worker is not spare
     assert not runs(spare.pid)
-    seen_by(worker, file)
-    worker.close()
+    spares.seen_by(worker)
 
 
 def test_a_spare_that_gets_nothing_ends_without_a_word(folder, without_torch):

@@ -103,13 +103,11 @@ class Setting:
         return self.workers[local_rank]
 
     def report(self, *at: float, **report: Any) -> None:
-        """Let all workers report this, and look at these times."""
         for worker in self.workers.values():
             worker.report(**report)
         self.step(*at)
 
     def die(self, *ranks: int, how: Ending = CRASH, at: Sequence[float] = ()) -> bool:
-        """Let these workers end, and look at these times."""
         for rank in ranks:
             self.workers[rank].how = how
         return self.step(*at)
@@ -169,6 +167,8 @@ def test_a_failure_before_the_run_began_ends_the_others(make):
     assert setting.signalled(signal.SIGTERM) == set()
     setting.die(1, at=[1 + GRACE_S / 2, 1 + GRACE_S])  # in the grace: for the same reason
     assert setting.signalled(signal.SIGTERM) == {2}
+    setting.step(0.99 + GRACE_S + PATIENCE_S)
+    assert not setting.workers[2].is_killed
     setting.step(1 + GRACE_S + PATIENCE_S)
     assert setting.workers[2].is_killed
     assert setting.signalled(signal.SIGKILL) == {2}
@@ -201,18 +201,12 @@ def test_one_worker_alone_has_nobody_to_join_after_a_restart(others_elsewhere):
     assert supervisor.may_restart == others_elsewhere
 
 
-@pytest.mark.parametrize("end", ["consolidated", "ended"])
-def test_no_restart_comes_at_the_end(make, end):
+def test_no_restart_comes_while_workers_are_ended(make):
     setting = make(begun=True, max_restarts=2)
     setting.die(0, at=[1])
-    assert setting.supervisor.may_restart
-    if end == "consolidated":
-        setting.workers[1].report(consolidated=True)
-    else:
-        setting.supervisor.end()
-    assert setting.step(1.05, 2), "the others go on, or save"
-    assert not setting.supervisor.may_restart
-    assert setting.restarted == []
+    setting.supervisor.end()
+    assert setting.step(1.05, 2), "the others save"
+    assert (setting.supervisor.may_restart, setting.restarted) == (False, [])
 
 
 def test_after_the_run_began_the_others_go_on(make):
@@ -232,7 +226,9 @@ MISSED = f"worker 0 {CRASH.reason}: the run is complete without it"
 def test_who_waits_for_a_restart_is_not_started_once_the_run_is_complete(make):
     setting = make(begun=True, max_restarts=5)
     setting.die(0, at=[1])
+    assert setting.supervisor.may_restart
     assert setting.end_well(1, at=[1.05, 2, 3])  # worker 2 trains
+    assert not setting.supervisor.may_restart
     assert not setting.end_well(2, at=[4])
     assert (setting.restarted, setting.sentences, setting.failed) == ([], [MISSED], [])
 
@@ -320,7 +316,7 @@ def test_a_save_that_stands_still_is_not_waited_for(make):
 def test_a_process_that_cannot_be_killed_is_given_up(make):
     setting = make()
     setting.supervisor.end()
-    assert setting.step(PATIENCE_S + 1)
+    assert setting.step(PATIENCE_S + 1, PATIENCE_S + 0.9 + supervision.UNKILLABLE_S)
     assert not setting.step(PATIENCE_S + 1 + supervision.UNKILLABLE_S)
 
 
@@ -624,24 +620,16 @@ def test_the_death_of_one_process_ends_the_others_unless_all_were_to_end(make, s
 def test_a_replica_begins_when_all_of_its_processes_do(make):
     setting = replicas(make)
     replica, first, second = setting.supervisor.workers[0], setting.workers[0], setting.workers[1]
-    first.report(begins=True, trains=True, saves=True)
+    first.report(begins=True, trains=True, saves=True, says="do this")
     second.report(saves=False, says="do this")  # the first one says when none saves any more
     setting.step(1)
     assert (replica.takes_part, replica.trains, replica.saves) == (False, True, True)
     assert setting.sentences == ["do this"]
-    second.report(begins=True, unsaved="no room")
+    second.report(begins=True, unsaved="no room", says="do that")
     setting.step(2)
     assert replica.takes_part
+    assert setting.sentences == ["do this", "do that"], "each once"
     assert setting.supervisor.unsaved == {0: "no room"}
-
-
-def test_a_sentence_that_several_workers_have_for_the_user_is_passed_on_once(make):
-    setting = make()
-    setting.report(says="do this")
-    setting.workers[1].report(says="do that")
-    setting.workers[2].report(says="do this")
-    setting.step(1)
-    assert setting.sentences == ["do this", "do that"]
 
 
 def start_again(setting: Setting) -> list[Environment]:

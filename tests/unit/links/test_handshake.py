@@ -4,6 +4,7 @@ import struct
 
 import msgspec
 import pytest
+from links import feed, identity
 
 from gossipdp.links import handshake
 from gossipdp.links.handshake import MAX_TEXT, VERSION, Handshake, HandshakeError, Identity, Refusal
@@ -11,23 +12,17 @@ from gossipdp.links.handshake import MAX_TEXT, VERSION, Handshake, HandshakeErro
 SECRET = b"a secret"
 
 
-def identity(rank: int, **changes: object) -> Identity:
-    settings = "run", "model", "a2cid2", "ring of 4", "1.0", "float32"
-    plain = Identity(rank, 0, 1000 + rank, *settings, host="127.0.0.1", port=4000 + rank)
-    return msgspec.structs.replace(plain, **changes)
+def prefix(length: int) -> bytes:
+    return struct.pack("<4sBBH", b"GDPH", *VERSION, length)
 
 
-def feed(machine: Handshake, data: bytes) -> bytes:
-    """Give ``machine`` bytes as it wants them; what it did not want comes back."""
-    while data and machine.num_wanted:
-        count = machine.num_wanted
-        machine.receive(data[:count])
-        data = data[count:]
-    return data
+def message_of(content: list[object]) -> bytes:
+    body = msgspec.msgpack.encode(content)
+    return prefix(len(body)) + body
 
 
 def converse(dialler: Handshake, acceptor: Handshake) -> list[bytes]:
-    """Run both to the end. What was said, in order."""
+    """Run both to the end; return what was said, in order."""
     said = []
     while True:
         outputs = [(dialler.take_output(), acceptor), (acceptor.take_output(), dialler)]
@@ -92,7 +87,7 @@ def test_wrong_secret_is_said_as_such_on_both_sides():
 
 
 def test_an_acceptor_says_nothing_of_itself_before_the_proof():
-    dialler, acceptor = pair()
+    dialler, acceptor = pair(theirs=identity(1, host="127.0.0.1"))
     feed(acceptor, dialler.take_output())
     said = acceptor.take_output()
     assert not any(own.encode() in said for own in ("model", "ring of 4", "float32", "127.0.0.1"))
@@ -129,13 +124,13 @@ def test_a_stranger_at_a_worker_s_address_cannot_say_that_another_has_its_place(
         if has_proved:
             feed(dialler, acceptor.take_output())
         with pytest.raises(HandshakeError, match="without proof of the secret"):
-            feed(dialler, _message([5, field, "9", "0", b"x" * 32]))
+            feed(dialler, message_of([5, field, "9", "0", b"x" * 32]))
         assert dialler.refusal is None
 
 
 def test_what_a_refusal_says_reaches_no_terminal_raw():
     dialler, _ = pair()
-    feed(dialler, _message([5, "run_id", "\x07" + "x" * 3000, "a\nb\x1b[2J", b""]))
+    feed(dialler, message_of([5, "run_id", "\x07" + "x" * 3000, "a\nb\x1b[2J", b""]))
     assert dialler.refusal == Refusal("run_id", "?" + "x" * (MAX_TEXT - 1), "a?b?[2J")
     assert str(dialler.refusal).isprintable()
 
@@ -164,7 +159,7 @@ def test_reflection_is_refused():
     feed(acceptor, dialler.take_output())
     feed(dialler, acceptor.take_output())
     own_proof = msgspec.msgpack.decode(dialler.take_output()[8:])[1]
-    feed(dialler, _message([4, msgspec.to_builtins(identity(1)), own_proof]))
+    feed(dialler, message_of([4, msgspec.to_builtins(identity(1)), own_proof]))
     assert dialler.refusal == Refusal("secret", "", "")
 
 
@@ -189,13 +184,11 @@ def test_another_version_of_gossipdp_is_told_to_both(place):
     ("data", "fault"),
     [
         (b"GET / HTTP/1.1\r\n", "starts with b'GET '"),
-        (struct.pack("<4sBBH", b"GDPH", *VERSION, 0), "of 0 bytes"),
-        (
-            struct.pack("<4sBBH", b"GDPH", *VERSION, handshake.MAX_MESSAGE_BYTES + 1),
-            "of 4097 bytes",
-        ),
-        (struct.pack("<4sBBH", b"GDPH", *VERSION, 3) + b"\xff\xff\xff", "malformed"),
-        (struct.pack("<4sBBH", b"GDPH", *VERSION, 4) + b"\x93\x01\x02\x03", "malformed"),
+        (prefix(0), "of 0 bytes"),
+        (prefix(handshake.MAX_MESSAGE_BYTES + 1), "of 4097 bytes"),
+        (prefix(3) + b"\xff\xff\xff", "malformed"),
+        (prefix(4) + b"\x93\x01\x02\x03", "malformed"),
+        (message_of([1, msgspec.to_builtins(identity(0)), None, b"short"]), "nonce of 5 bytes"),
     ],
 )
 def test_garbage_is_one_error(data, fault):
@@ -228,7 +221,7 @@ def test_a_hello_keeps_to_the_bounds_of_membership(field, good, bad):
     index = Identity.__struct_fields__.index(field)
     for value in (good, bad):
         acceptor = Handshake(identity(1), None, dialler=False)
-        hello = _message([1, [*said[:index], value, *said[index + 1 :]], None, bytes(32)])
+        hello = message_of([1, [*said[:index], value, *said[index + 1 :]], None, bytes(32)])
         if value is good:
             feed(acceptor, hello)
             assert acceptor.is_over
@@ -236,8 +229,3 @@ def test_a_hello_keeps_to_the_bounds_of_membership(field, good, bad):
             with pytest.raises(HandshakeError, match="malformed") as raised:
                 feed(acceptor, hello)
             assert str(raised.value).isprintable()
-
-
-def _message(content: list[object]) -> bytes:
-    body = msgspec.msgpack.encode(content)
-    return struct.pack("<4sBBH", b"GDPH", *VERSION, len(body)) + body

@@ -7,17 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from links import EXCHANGE, key
 from waiting import FOR_EVER_S
 
-from gossipdp.links.frames import HEADER_BYTES, MAX_CONTROL_BYTES, ChunkKey, FrameError, FrameType
+from gossipdp.links.frames import HEADER_BYTES, MAX_CONTROL_BYTES, FrameError, FrameType
 from gossipdp.links.link import Link
 
-EXCHANGE = FrameType.EXCHANGE_CHUNK
 MEGABYTE = 1 << 20
-
-
-def key(index: int) -> ChunkKey:
-    return ChunkKey(0, 0, 1, index)
 
 
 @pytest.fixture(params=["tcp", "tls", "shared", "limited"])
@@ -40,9 +36,23 @@ def test_up_once_on_both_sides_with_the_peers_identity(pair, world):
     world.settle()
     assert first.handler.names() == second.handler.names() == ["link_up"]
     assert (there.peer, back.peer) == (1, 0)
-    assert there.peer_identity.process_id == 1001
+    assert there.peer_identity == second.transport.identity
     assert there.peer_identity.port == second.port
-    assert there.peer_identity.incarnation == 0
+
+
+def test_one_link_to_a_peer_however_often_and_by_whom_it_is_dialled(make, world):
+    """The dial to another peer need not know which worker listens there."""
+    first, second, third = make(5), make(1), make(2)
+    first.dial(second, peer=None)
+    for _ in range(5):
+        first.dial(third)
+    world.until(lambda: second.handler.links and third.handler.links)
+    world.settle()
+    assert first.handler.names() == ["link_up"] * 2
+    assert sorted(first.handler.links) == [1, 2]
+    for node in (second, third):
+        assert node.handler.names() == ["link_up"]
+        assert list(node.handler.links) == [5]
 
 
 def test_controls_arrive_in_order(pair, world):
@@ -76,28 +86,32 @@ def test_chunks_both_ways_at_once(pair, world):
     assert there.bytes_sent - 8 * HEADER_BYTES >= num_bytes * (not there.is_shared)
 
 
-def test_payload_of_chunks_is_counted_by_type_and_words_are_not(pair, world):
+def test_chunks_are_counted_by_type_except_words_and_what_has_no_buffer(pair, world):
+    """A chunk without a buffer is dropped, and the stream goes on behind it."""
     first, second, there, back = pair
-    size, unwanted = 9 * MEGABYTE, FrameType.PARTIAL_CHUNK
+    size, unwanted, last = 9 * MEGABYTE, FrameType.EXCHANGE_REPEAT, b"\x07" * 99
     second.handler.hooks["chunk_buffer"] = lambda link, kind, name, length: (
         None if kind is unwanted else memoryview(bytearray(length))
     )
     for _ in range(50):
         there.send_control(b"x" * 10_000)
     there.send_chunk(EXCHANGE, key(0), first.payload(bytes(size)))
-    there.send_chunk(unwanted, key(1), memoryview(bytes(1000)))
+    there.send_chunk(unwanted, key(1), first.payload(bytes(700_001)))
+    there.send_chunk(EXCHANGE, key(2), first.payload(last))
     back.send_chunk(FrameType.EXCHANGE_VERDICT, key(0), memoryview(b"1"))
     parts = set()
 
     def has_all() -> bool:
         parts.add(back.chunk_bytes_received[EXCHANGE])
-        return len(second.handler.of("chunk")) == 2 and bool(first.handler.of("chunk"))
+        return len(second.handler.of("chunk")) == 3 and bool(first.handler.of("chunk"))
 
     world.until(has_all)
-    assert there.chunk_bytes_sent == {EXCHANGE: size, unwanted: 1000}
-    assert back.chunk_bytes_received == {EXCHANGE: size}
+    assert [data for *_, data in second.handler.of("chunk")] == [bytes(size), None, last]
+    assert there.chunk_bytes_sent == {EXCHANGE: size + 99, unwanted: 700_001}
+    assert back.chunk_bytes_received == {EXCHANGE: size + 99}
     assert there.chunk_bytes_received == {FrameType.EXCHANGE_VERDICT: 1}
     assert there.is_shared or len(parts) > 2, "a chunk under way counts as far as it is here"
+    world.until(lambda: there.queued_chunks == 0)  # the dropped one is confirmed too
 
 
 def test_controls_overtake_chunks_that_were_not_started(pair, world):
@@ -125,18 +139,6 @@ def test_landing_in_the_buffer_that_the_handler_names(pair, world):
     assert landed == (bytes(MEGABYTE) if there.is_shared else b"\x05" * MEGABYTE)
     assert second.handler.of("chunk_buffer")[0][1:] == (EXCHANGE, key(3), MEGABYTE)
     assert back.last_heard_s > before_s
-
-
-def test_chunks_without_a_buffer_are_dropped_and_the_stream_goes_on(pair, world):
-    first, second, there, _ = pair
-    second.handler.hooks["chunk_buffer"] = lambda link, kind, name, length: (
-        None if name.index % 2 else memoryview(bytearray(length))
-    )
-    for number in range(4):
-        there.send_chunk(EXCHANGE, key(number), first.payload(bytes(700_001)))
-    there.send_control(b"end")
-    world.until(lambda: len(second.handler.of("chunk")) == 4)
-    assert [event[3] is None for event in second.handler.of("chunk")] == [False, True] * 2
 
 
 @pytest.mark.parametrize("size", [10, 12, None])
@@ -173,8 +175,9 @@ def test_writable_when_the_queue_falls_under_its_bound(pair, world):
     assert [event[2].index for event in second.handler.of("chunk")] == list(range(40))
 
 
-def test_close_tells_both_sides_once(pair, world):
+def test_close_tells_both_sides_once_behind_the_last_message(pair, world):
     first, second, there, back = pair
+    there.send_control(b"abort: poisoned")
     there.close("enough")
     there.close("again")
     assert there.closed
@@ -182,15 +185,8 @@ def test_close_tells_both_sides_once(pair, world):
     world.until(lambda: second.handler.of("link_down"))
     world.settle()
     assert first.handler.of("link_down") == [(there, "enough")]
-    assert second.handler.of("link_down") == [(back, "closed by the peer")]
-
-
-def test_a_message_sent_just_before_close_arrives(pair, world):
-    _, second, there, _ = pair
-    there.send_control(b"abort: poisoned")
-    there.close("poisoned")
-    world.until(lambda: second.handler.of("link_down"))
     assert second.handler.names() == ["link_up", "control", "link_down"]
+    assert second.handler.of("link_down") == [(back, "closed by the peer")]
 
 
 def test_nothing_is_touched_after_close(pair, world):
@@ -226,10 +222,9 @@ def test_closing_the_link_that_called(make, world, method):
     first.dial(second)
     world.until(lambda: first.handler.of("link_up"))
     for link in first.handler.links.values():
-        link.send_control(b"one")
-        link.send_control(b"two")
-        link.send_chunk(EXCHANGE, key(0), first.payload(bytes(8)))
-        link.send_chunk(EXCHANGE, key(1), first.payload(bytes(8)))
+        for number in range(2):
+            link.send_control(b"%d" % number)
+            link.send_chunk(EXCHANGE, key(number), first.payload(bytes(8)))
     world.until(lambda: second.handler.of("link_down"))
     world.settle()
     assert second.handler.of("link_down")[0][1] == f"during {method}"
@@ -269,24 +264,24 @@ def test_an_exception_leaves_poll_and_loses_only_its_call(make, world, method):
 
 def test_sending_too_much_is_the_senders_error(pair):
     _, _, there, _ = pair
-    with pytest.raises(FrameError):
-        there.send_control(b"")
-    with pytest.raises(FrameError):
-        there.send_control(bytes(MAX_CONTROL_BYTES + 1))
-    with pytest.raises(FrameError):
-        there.send_chunk(EXCHANGE, key(0), memoryview(b""))
-    with pytest.raises(FrameError):
-        there.send_chunk(EXCHANGE, key(2**32), memoryview(b"x"))
+    for data in (b"", bytes(MAX_CONTROL_BYTES + 1)):
+        with pytest.raises(FrameError):
+            there.send_control(data)
+    for index, data in ((0, b""), (2**32, b"x")):
+        with pytest.raises(FrameError):
+            there.send_chunk(EXCHANGE, key(index), memoryview(data))
     with pytest.raises(ValueError, match="not a chunk"):
         there.send_chunk(FrameType.CONTROL, key(0), memoryview(b"x"))
 
 
-def test_last_words_before_the_transport_closes(pair, world):
+def test_last_words_before_the_transport_closes_which_is_final(pair, world):
     first, second, there, back = pair
     there.send_control(b"unread by the time it closes")
     first.transport.poll(0.0)
     back.send_control(b"left")
     world.close(second)
+    second.transport.close()
+    second.transport.wake()
     world.until(lambda: first.handler.of("link_down"))
     assert first.handler.names() == ["link_up", "control", "link_down"]
     # An end of stream: a reset could overtake the last words on a slower network.
@@ -302,19 +297,13 @@ def test_a_new_link_replaces_the_old_one(pair, world):
     assert first.handler.of("link_down") == [(there, "replaced by a newer link")]
 
 
-def test_wake_from_another_thread(pair):
-    first, woken = pair[0], threading.Event()
-
-    def wake() -> None:
-        woken.set()
-        first.transport.wake()
-
-    first.transport.poll(0.0)
-    timer = threading.Timer(0.05, wake)
-    timer.start()
-    while not woken.is_set():
-        first.transport.poll(FOR_EVER_S)
-    timer.join()
+def test_wake_from_another_thread(pair, world):
+    first = pair[0]
+    world.settle()
+    thread = threading.Thread(target=first.transport.wake)
+    thread.start()
+    first.transport.poll(FOR_EVER_S)
+    thread.join()
 
 
 def test_poll_returns_when_what_was_queued_before_has_left(pair):
@@ -327,13 +316,6 @@ def test_poll_returns_when_what_was_queued_before_has_left(pair):
         send()
         first.transport.poll(FOR_EVER_S)
         assert not there.has_unsent
-
-
-def test_close_is_final_and_may_be_repeated(make, world):
-    node = make(0)
-    world.close(node)
-    node.transport.close()
-    node.transport.wake()
 
 
 def test_closing_the_transport_from_a_handler(make, world):

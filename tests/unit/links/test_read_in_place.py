@@ -1,21 +1,19 @@
 """A link's account of chunks that are read in place: what has left, in order; what is owed."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from links import LoneOwner, Recorder
+from links import EXCHANGE, LoneOwner, Recorder, identity, key
 
-from gossipdp.links.frames import ChunkKey, FrameError, FrameType, Header, pack_header, run_tag
-from gossipdp.links.handshake import Identity
+from gossipdp.links.frames import FrameError, FrameType, Header, pack_header, run_tag
 from gossipdp.links.shared_memory import PeerMemory, SharedSegment
 from gossipdp.links.sockets import Stream
 from gossipdp.links.tcp_link import TURN_BYTES, TcpLink
 
-KEY = ChunkKey(0, 0, 0, 0)
 TAG = run_tag("run")
 
 
@@ -37,23 +35,18 @@ class Owner(LoneOwner):
     def __init__(self) -> None:
         super().__init__(Recorder(), may_share=True)
         self.memory.segment = self.segment = SharedSegment(4096, 1)
-        self.link = TcpLink(self, Taking(), Identity(1, 0, 1, "run", *5 * [""]), dialler=0)
+        self.link = TcpLink(self, Taking(), identity(1), dialler=0)
         self.link.offered = self.link.ready = 1
         self.handler.link_up(self.link)
 
     def send(self, is_shared: bool) -> None:
         payload = self.segment.memory[:64] if is_shared else memoryview(bytes(64))
-        self.link.send_chunk(FrameType.EXCHANGE_CHUNK, KEY, payload)
+        self.link.send_chunk(EXCHANGE, key(), payload)
         self.link.write_some(acknowledge=False)
 
     def hear(self, frame_type: FrameType, sequence: int = 0, **place: int) -> None:
         header = pack_header(TAG, frame_type, sequence, 0, **place)
         self.link._start_frame(memoryview(header))
-
-
-@pytest.fixture
-def owner() -> Iterator[Owner]:
-    return Owner()
 
 
 @given(st.lists(st.sampled_from(["shared", "bytes", "read"]), max_size=60))
@@ -75,19 +68,21 @@ def test_chunks_leave_in_order(events):
             num_shared += event == "shared"
         while model and not model[0]:
             model.popleft()
-        assert link.queued_chunks == link.queued_of(FrameType.EXCHANGE_CHUNK) == len(model)
+        assert link.queued_chunks == link.queued_of(EXCHANGE) == len(model)
     link.end("enough")
     assert (owner.memory.segment is None) == bool(model)  # the peer may still read in it
 
 
-def test_more_than_was_sent_is_not_confirmed(owner):
+def test_more_than_was_sent_is_not_confirmed():
+    owner = Owner()
     owner.send(True)
     for num_read in (2, 2**32 - 1):
         with pytest.raises(FrameError, match="acknowledged"):
             owner.hear(FrameType.ACKNOWLEDGEMENT, num_read=num_read)
 
 
-def test_a_segment_is_confirmed_once_and_only_if_it_was_offered(owner):
+def test_a_segment_is_confirmed_once_and_only_if_it_was_offered():
+    owner = Owner()
     owner.link.offered = 3
     owner.hear(FrameType.SEGMENT_READY, 0, segment=2)
     for number in (1, 2, 4):
@@ -98,7 +93,7 @@ def test_a_segment_is_confirmed_once_and_only_if_it_was_offered(owner):
 
 
 def chunk_at(segment: int, offset: int, length: int) -> Header:
-    return Header(FrameType.EXCHANGE_CHUNK, length, KEY, segment=segment, offset=offset)
+    return Header(EXCHANGE, length, key(), segment=segment, offset=offset)
 
 
 def test_a_place_lies_inside_a_segment_that_was_offered():
@@ -143,7 +138,7 @@ class Endless(Taking):
 
 def test_a_turn_ends_however_much_there_is_to_read():
     owner, stream = Owner(), Endless()
-    link = TcpLink(owner, stream, Identity(2, 0, 1, "run", *5 * [""]), dialler=0)
+    link = TcpLink(owner, stream, identity(2), dialler=0)
     owner.handler.link_up(link)
     link.read_some()
     assert TURN_BYTES <= stream.num_read < TURN_BYTES + 2 * stream.MESSAGE_BYTES

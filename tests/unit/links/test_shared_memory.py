@@ -14,20 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from links import Recorder, in_child
+from links import EXCHANGE, Recorder, in_child, key
 from run_processes import run_python
 
 from gossipdp.links import shared_memory, tcp_link
-from gossipdp.links.frames import MAX_SEGMENT, ChunkKey, FrameType
+from gossipdp.links.frames import MAX_SEGMENT, FrameType
 from gossipdp.links.shared_memory import MAX_SEGMENT_BYTES, SharedSegment, map_offered
 
 OFFER = shared_memory._OFFER
-EXCHANGE = FrameType.EXCHANGE_CHUNK
 PAGE = mmap.PAGESIZE
-
-
-def key(index: int = 0) -> ChunkKey:
-    return ChunkKey(0, 0, 1, index)
 
 
 def num_mapped() -> int:

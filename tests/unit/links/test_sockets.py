@@ -1,17 +1,10 @@
 """Forked children keep none of our descriptors."""
 
 import os
-import select
-import signal
 import socket
-import subprocess
-import sys
-import textwrap
 import threading
-from pathlib import Path
 from typing import Any
 
-import links
 import pytest
 from links import in_child
 from waiting import LONGEST_S
@@ -101,45 +94,3 @@ def test_a_stranger_s_descriptor_leaves_its_list_and_closes_in_one_step(world, m
         guest.sendall(b"GET / HTTP/1.1")
         world.until(lambda: is_guarded)
     assert is_guarded == [True]
-
-
-VICTIM = """
-    import os, sys, time
-    sys.path.insert(0, sys.argv[1])
-    import links
-    world = links.World()
-    victim = world.tcp(0)
-    victim.transport.dial(1, "127.0.0.1", int(sys.argv[2]))
-    world.until(lambda: victim.handler.links)
-    if os.fork() == 0:
-        print(os.getpid(), flush=True)  # the child itself: by then it has closed its copies
-        time.sleep(3600)
-        os._exit(0)
-    while True:
-        world.settle()
-"""
-
-
-@pytest.mark.processes
-def test_a_kill_is_seen_although_a_child_lives_on(world):
-    node = world.tcp(1)
-    code = [sys.executable, "-c", textwrap.dedent(VICTIM), str(Path(links.__file__).parent)]
-    victim = subprocess.Popen([*code, str(node.port)], stdout=subprocess.PIPE, text=True)
-    assert victim.stdout is not None
-    child = None
-    try:
-        world.until(lambda: node.handler.links)
-        waiting = select.poll()
-        waiting.register(victim.stdout, select.POLLIN)
-        world.until(lambda: waiting.poll(0))
-        child = int(victim.stdout.readline())
-        os.kill(child, signal.SIGSTOP)  # so that it cannot end by noticing its parent's end
-        victim.kill()
-        world.until(lambda: node.handler.of("link_down"))
-        os.kill(child, 0)  # it lives
-    finally:
-        victim.kill()
-        victim.wait()
-        victim.stdout.close()
-        if child is not None:
-            os.kill(child, signal.SIGKILL)

@@ -87,11 +87,6 @@ def test_no_speed_before_three_whole_windows():
     assert stepped([1.0] * 24).part() == Part(192, 24.0, 8.0)
 
 
-def test_a_process_s_slow_beginning_is_not_its_full_speed():
-    part = stepped([0.12] * 9 + [0.05] * 50).part()
-    assert part.full_samples_per_second == pytest.approx(8 / 0.05)
-
-
 def test_the_first_step_what_came_before_it_and_what_follows_the_last_count_in_nothing():
     progress = Progress()
     progress.note(50.0, 0, 0)

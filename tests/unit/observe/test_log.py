@@ -161,7 +161,7 @@ def test_the_log_of_a_worker_that_was_started_again_goes_on(tmp_path, path):
     assert worker.lives[1].time_s >= 0
 
 
-def test_the_launcher_writes_how_a_process_ended(tmp_path, path):
+def test_the_launcher_writes_how_a_process_ended(tmp_path, path, caplog):
     logs.write_process_end(path, os.getpid(), "died of signal 9 (SIGKILL)")
     assert not path.exists(), "it had no log"
     for life in range(2):
@@ -178,6 +178,10 @@ def test_the_launcher_writes_how_a_process_ended(tmp_path, path):
     (first_s, ended_s), (second_s, last_s) = worker.processes
     assert 0 == first_s <= worker.counts[0].time_s <= ended_s == end.time_s <= second_s <= last_s
     assert last_s == worker.last_s == worker.counts[1].time_s
+    path.write_text("hello\n")
+    logs.write_process_end(path, os.getpid(), "died of signal 9 (SIGKILL)")
+    assert path.read_text() == "hello\n"
+    assert "cannot write the end of a worker's process" in caplog.text
 
 
 def test_a_death_costs_the_launcher_little_however_long_the_log_is(path):
@@ -191,13 +195,6 @@ def test_a_death_costs_the_launcher_little_however_long_the_log_is(path):
     tracemalloc.stop()
     assert most_bytes < path.stat().st_size / 4
     assert len(LogReader(path).read_new()) == 2_002
-
-
-def test_a_log_that_cannot_be_read_gets_no_end_but_a_warning(path, caplog):
-    path.write_text("hello\n")
-    logs.write_process_end(path, os.getpid(), "died of signal 9 (SIGKILL)")
-    assert path.read_text() == "hello\n"
-    assert "cannot write the end of a worker's process" in caplog.text
 
 
 def test_a_log_goes_on_in_its_own_run_and_where_that_is_resumed(tmp_path, path):

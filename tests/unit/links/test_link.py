@@ -1,14 +1,22 @@
+"""When to dial, and the bytes that a worker may send: its rate, and all of it if it wants to."""
+
 import math
 from random import Random
 
+from hypothesis import given
+from hypothesis import strategies as st
 from links import MemoryLink
 
 from gossipdp.links.link import (
     BETWEEN_LINKS_S,
+    FIRST_RETRY_S,
     GRACE_AFTER_LOSS_S,
     GRACE_S,
     LONGEST_RETRY_S,
+    MOST_SAVED,
     Dialer,
+    SendLimit,
+    portion_of,
 )
 
 ADDRESSES = {peer: ("127.0.0.1", 1000 + peer) for peer in range(5)}
@@ -37,7 +45,7 @@ def test_a_failed_dial_is_tried_again_ever_more_rarely_for_ever():
         dialer.failed(1, now)
         waits.append(dialer.next_due_s(ADDRESSES) - now)
         now = dialer.next_due_s(ADDRESSES)
-    assert waits[0] < 0.1
+    assert 0.8 * FIRST_RETRY_S <= waits[0] <= 1.2 * FIRST_RETRY_S < waits[1]
     assert waits[-1] <= 1.2 * LONGEST_RETRY_S
     assert sum(waits[-5:]) > 5 * 0.8 * LONGEST_RETRY_S
 
@@ -85,3 +93,42 @@ def test_without_an_address_nobody_is_dialled():
     dialer.want([7], 0.0)
     assert dialer.due(ADDRESSES, 0.0) == []
     assert dialer.next_due_s(ADDRESSES) == math.inf  # or the loop would spin
+
+
+@given(
+    rate=st.floats(1250.0, 1e10),
+    waits=st.lists(st.floats(0.0, 3.0), max_size=50),
+    spent=st.integers(0, 10_000),
+)
+def test_it_lets_pass_its_rate_and_what_was_saved(rate, waits, spent):
+    limit = SendLimit(rate)
+    portion = portion_of(rate)
+    now, sent = 5.0, limit.take(10**12, 5.0)
+    assert sent == int(MOST_SAVED * portion)
+    limit.spend(spent)
+    sent += spent
+    for wait in waits:
+        # A sender that comes when it may.
+        now = limit.opens_at(now) + min(wait, 1.0) * portion / rate
+        taken = limit.take(10**12, now)
+        assert taken >= int(portion) - 1
+        sent += taken
+        assert sent <= MOST_SAVED * portion + (now - 5.0) * rate + spent + 1
+    # Nothing that was earned is lost.
+    assert sent >= MOST_SAVED * portion + (now - 5.0) * rate * (1 - 1e-9) - portion - 2
+
+
+def test_portions_are_small_beside_a_time_out_and_large_beside_a_packet():
+    assert portion_of(1e3) == 1500
+    assert portion_of(20e3) == 5000
+    assert portion_of(1e6) == 32 << 10
+    assert portion_of(100e6) == 1e6
+
+
+def test_less_than_a_portion_passes_if_no_more_is_wanted():
+    limit = SendLimit(1e6)
+    limit.take(10**12, 0.0)
+    assert limit.take(10**12, 0.031) == 0
+    assert limit.take(400, 0.031) == 400
+    assert limit.take(10**12, 0.033) == 0
+    assert limit.take(10**12, 0.034) > 32 << 10
