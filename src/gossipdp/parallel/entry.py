@@ -496,8 +496,11 @@ class Entry:
 
     def stop(self) -> None:
         """End the run for all workers, before its budget is used up; the next messages say so."""
-        add = self._protocol.progress.add
-        self._call(lambda: add(0, 0, since_boot_s(), is_stopped=True))
+
+        def add() -> None:
+            self._protocol.progress.add(0, 0, since_boot_s(), is_stopped=True)
+
+        self.in_run(lambda: self._call(add))
         self._has_stopped = True
 
     def view(self) -> tuple[MemberStatus, ...]:
