@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from gossipdp import Counting, GossipDataParallel, ProgressLR
+from gossipdp.parallel.stats import Consolidated
 
 
 @pytest.mark.parametrize(
@@ -258,6 +259,22 @@ def test_how_long_an_epoch_is_may_be_given(linear):
         for inputs in batches:
             step(model, optimizer, inputs)
     assert (model.stats().samples, str(model._worker.batches.budget_samples)) == (16, "16")
+
+
+@pytest.mark.parametrize(("samples", "is_told"), [(16, False), (17, False), (32, True)])
+def test_who_counts_shorter_epochs_than_the_others_says_so(
+    linear, monkeypatch, caplog, samples, is_told
+):
+    """Its dataset is shorter, so the others train on after its last epoch; 17 is late news."""
+    model, optimizer = linear()
+    for _, batches in model.epochs(DataLoader(torch.ones(8, 3), 4), 2):
+        for inputs in batches:
+            step(model, optimizer, inputs)
+    end = Consolidated(0.0, 2, samples, 204, {0: 4, 1: 200})
+    monkeypatch.setattr(model._worker, "consolidate", lambda timeout_s: end)
+    model.consolidate()
+    told = "worker 0 ended after 4 steps of its own, and then the others made 200 more."
+    assert [text.startswith(told) for text in caplog.messages] == [True] * is_told
 
 
 @pytest.mark.parametrize(
