@@ -397,7 +397,7 @@ class Entry:
                 timeout_s=self._network.start_timeout_s,
             )
             wanted = None if environment.needs_rank else environment.rank
-            rank, incarnation = first_incarnation(answer.members, wanted)
+            rank, incarnation = first_incarnation(answer.members, wanted, answer.progress)
             before = (each.restarts + 1 for each in answer.members if each.rank == rank)
             self._restarts = next(before, 0)
             self._take_place(rank, answer.num_workers, incarnation)
