@@ -288,7 +288,8 @@ class GossipDataParallel(nn.Module):
                 this worker's sampler takes from it.
             num_epochs: how many.
             samples: of one epoch of all workers together, where the loader's dataset is not the
-                whole, or not as long on all workers, or does not know its length.
+                whole, or not as long on all workers, or does not know its length, as with
+                ``batch_size=None``.
 
         Raises:
             ValueError: there is a budget already, or nothing says how long an epoch is.

@@ -10,10 +10,18 @@ import torch
 from checkpointing import step
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from gossipdp import Counting, GossipDataParallel, ProgressLR
+from gossipdp.parallel.entry import Entry
 from gossipdp.parallel.stats import Consolidated
 
 
@@ -261,6 +269,23 @@ def test_how_long_an_epoch_is_may_be_given(linear):
     assert (model.stats().samples, str(model._worker.batches.budget_samples)) == (16, "16")
 
 
+def test_batches_that_a_dataset_holds_are_not_counted_as_samples(linear):
+    """As under ``batch_size=None``, unless the sampler asks for a batch of samples at a time."""
+    model, _ = linear()
+    with pytest.raises(ValueError, match=r"give epochs\(\.\.\., samples=\)"):
+        model.epochs(DataLoader(torch.ones(6, 4, 3), batch_size=None), 1)
+    of_four = BatchSampler(range(24), 4, drop_last=False)
+    model.epochs(DataLoader(torch.ones(24, 3), batch_size=None, sampler=of_four), 1)
+    assert model._worker.batches.budget_samples == 24
+
+
+def test_nothing_is_kept_of_what_passes_after_the_end(linear):
+    model, _ = linear()
+    model.consolidate()
+    model(torch.ones(5, 3))
+    assert model._worker.batches._forwarded == []
+
+
 @pytest.mark.parametrize(("samples", "is_told"), [(16, False), (17, False), (32, True)])
 def test_who_counts_shorter_epochs_than_the_others_says_so(
     linear, monkeypatch, caplog, samples, is_told
@@ -337,6 +362,18 @@ def test_a_loop_without_a_step_says_so(linear, caplog):
 
 
 SHARED = torch.ones(12, 3)
+
+
+@pytest.mark.parametrize("order", [None, torch.Generator()])
+@pytest.mark.parametrize("kind", [RandomSampler, SubsetRandomSampler, WeightedRandomSampler])
+def test_random_samplers_that_draw_alike_get_a_warning(linear, monkeypatch, caplog, kind, order):
+    monkeypatch.setattr(Entry, "draws_alike", True)
+    arguments = ([1.0] * 12, 12) if kind is WeightedRandomSampler else (range(12),)
+    model, _ = linear(budget_samples=20)
+    next(model.batches(DataLoader(SHARED, 4, sampler=kind(*arguments, generator=order))))
+    assert caplog.text.count("all workers go through the data in the same order") == (order is None)
+    call = "DataLoader(..., shuffle=True, " if kind is RandomSampler else f"{kind.__name__}(..., "
+    assert caplog.text.count(f"write {call}generator=") == (order is None)
 
 
 @pytest.mark.parametrize("shuffles", [False, True])
