@@ -13,14 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
 from gossipdp.logs import OF_RUN
 from gossipdp.parallel.checkpointer import Checkpointer
