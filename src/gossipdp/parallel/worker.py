@@ -278,6 +278,13 @@ class Worker(Entry):
         exchanged = self._flat.exchanged(held)
         if not exchanged:
             return
+        if self._rendezvous.joins and not self.has_stepped:
+            logger.warning(
+                "worker %d has joined a run that goes on, and load_state_dict() puts others in "
+                "place of the parameters that it took from a live worker: exchanges mix them into "
+                "all. To begin from saved weights, load them into the module before you wrap it",
+                self.rank,
+            )
         try:
             self._forget(exchanged)
         except SupersededError as error:

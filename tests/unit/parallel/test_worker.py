@@ -258,6 +258,20 @@ def test_a_joiner_whose_rank_was_taken_keeps_what_it_loads(linear, monkeypatch):
     torch.testing.assert_close(dict(model.state_dict()), loaded)
 
 
+def test_a_joiner_that_loads_before_its_first_step_is_told_what_that_does(
+    linear, monkeypatch, caplog
+):
+    """As a script that loads its last weights after wrapping, whenever it is started again."""
+    model, optimizer = linear()
+    state = model.state_dict()
+    model.load_state_dict(state)
+    monkeypatch.setattr(rendezvous.Rendezvous, "joins", True)
+    model.load_state_dict(state)
+    step(model, optimizer)
+    model.load_state_dict(state)
+    assert caplog.text.count("load them into the module before you wrap it") == 1
+
+
 def test_a_joiner_whose_rank_was_taken_ends_the_run_under_another(linear, monkeypatch):
     worker, came = linear()[0]._worker, []
     usual = worker._call
