@@ -1,5 +1,6 @@
 """The batches of ``batches()`` and ``epochs()``, their count, and their end."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -12,8 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
 from gossipdp.logs import OF_RUN
 from gossipdp.parallel.checkpointer import Checkpointer
@@ -32,9 +34,8 @@ COUNTS_OTHERWISE = (
     "a batch counts as %s samples, and the loader's batch_size is %s: if that is wrong, wrap with "
     "counting=Counting(samples_per_step=...)"
 )
-IN_AN_OWN_ORDER = (
-    "DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(model.worker_seed))"
-)
+IN_AN_OWN_ORDER = "generator=torch.Generator().manual_seed(model.worker_seed))"
+RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class CountedBatches:
@@ -91,7 +92,7 @@ class CountedBatches:
         if node is not None and node.name() != "CheckpointFunctionBackward":
             return
         is_counted = self._checkpointer.is_within_batches or self._is_repeat
-        if self._samples_per_step is not None or is_counted:
+        if self._samples_per_step is not None or is_counted or self._is_closed:
             return
         if path := _path(batch):
             if self._may_repeat and any(each() is path[-1] for each in self._forwarded):
@@ -235,7 +236,7 @@ class CountedBatches:
 
     def _check_sampler(self, loader: Any) -> None:
         """Warn if a worker never sees much of the data, or if all see the same batches."""
-        of_batches = getattr(loader, "batch_sampler", None)
+        of_batches, call = getattr(loader, "batch_sampler", None), "DataLoader(..., shuffle=True"
         for each in (getattr(loader, "sampler", None), getattr(of_batches, "sampler", None)):
             if isinstance(each, DistributedSampler) and not each.shuffle and each.num_replicas > 1:
                 problem = (
@@ -244,15 +245,19 @@ class CountedBatches:
                     "dead one is lost. In its place write"
                 )
             elif (
-                type(each) is RandomSampler and each.generator is None and self._worker.draws_alike
+                type(each) in RANDOM_SAMPLERS
+                and each.generator is None
+                and self._worker.draws_alike
             ):
+                if type(each) is not RandomSampler:
+                    call = f"{type(each).__name__}(..."
                 problem = (
                     "all workers go through the data in the same order, since torch has the same "
                     "random state on all of them. Unless each has data of its own, write"
                 )
             else:
                 continue
-            logger.warning("%s %s", problem, IN_AN_OWN_ORDER, extra=OF_RUN)
+            logger.warning("%s %s, %s", problem, call, IN_AN_OWN_ORDER, extra=OF_RUN)
             return
 
     def _count(self, batch: Any, usual: int | None) -> int | None:
@@ -310,11 +315,20 @@ def _path(value: Any) -> list[Any]:
 
 
 def dataset_size(loader: Any) -> int:
-    """Return how many samples the loader's dataset holds; raise if the loader does not say."""
-    try:
-        return len(loader.dataset)
-    except (AttributeError, TypeError, NotImplementedError):
-        raise ValueError(
-            "the loader does not say how many samples its dataset holds: give epochs(..., "
-            "samples=), the samples of one epoch of all workers together"
-        ) from None
+    """Return how many samples the loader's dataset holds; raise if the loader does not say.
+
+    Under ``batch_size=None`` a dataset's length counts what it yields, which are batches, unless a
+    sampler asks for many samples at a time.
+    """
+    yields_batches = (
+        isinstance(loader, DataLoader)
+        and loader.batch_sampler is None
+        and not isinstance(loader.sampler, BatchSampler)
+    )
+    with contextlib.suppress(AttributeError, TypeError, NotImplementedError):
+        if not yields_batches:
+            return len(loader.dataset)
+    raise ValueError(
+        "the loader does not say how many samples its dataset holds: give epochs(..., samples=), "
+        "the samples of one epoch of all workers together"
+    )

@@ -397,7 +397,7 @@ class Entry:
                 timeout_s=self._network.start_timeout_s,
             )
             wanted = None if environment.needs_rank else environment.rank
-            rank, incarnation = first_incarnation(answer.members, wanted)
+            rank, incarnation = first_incarnation(answer.members, wanted, answer.progress)
             before = (each.restarts + 1 for each in answer.members if each.rank == rank)
             self._restarts = next(before, 0)
             self._take_place(rank, answer.num_workers, incarnation)
@@ -496,8 +496,11 @@ class Entry:
 
     def stop(self) -> None:
         """End the run for all workers, before its budget is used up; the next messages say so."""
-        add = self._protocol.progress.add
-        self._call(lambda: add(0, 0, since_boot_s(), is_stopped=True))
+
+        def add() -> None:
+            self._protocol.progress.add(0, 0, since_boot_s(), is_stopped=True)
+
+        self.in_run(lambda: self._call(add))
         self._has_stopped = True
 
     def view(self) -> tuple[MemberStatus, ...]:

@@ -26,7 +26,7 @@ from gossipdp.parallel.checkpointer import Stateful
 from gossipdp.parallel.counted_batches import arguments, dataset_size
 from gossipdp.parallel.hooks import check_arguments, checked_optimizers
 from gossipdp.parallel.options import Checkpoints, Counting, Exchange, Monitor, Network, Options
-from gossipdp.parallel.stats import Consolidated, Stats, warn_of_steps_after
+from gossipdp.parallel.stats import LATER_SHARE, Consolidated, Stats, warn_of_steps_after
 from gossipdp.parallel.worker import Worker
 from gossipdp.rules import WireFormatName, at_least_1, whole_number
 
@@ -288,7 +288,8 @@ class GossipDataParallel(nn.Module):
                 this worker's sampler takes from it.
             num_epochs: how many.
             samples: of one epoch of all workers together, where the loader's dataset is not the
-                whole, or not as long on all workers, or does not know its length.
+                whole, or not as long on all workers, or does not know its length, as with
+                ``batch_size=None``.
 
         Raises:
             ValueError: there is a budget already, or nothing says how long an epoch is.
@@ -378,7 +379,10 @@ class GossipDataParallel(nn.Module):
         result = self._worker.consolidate(math.inf if timeout_s is None else timeout_s)
         self._consolidated = result
         self._worker.checkpointer.take_last(is_averaged=True)
-        if not is_common_end:
+        # The wrapper's budget is that of all workers; epochs() counts this worker's own dataset.
+        given, budget = self._worker.options.budget_samples, self._worker.batches.budget_samples
+        of_epochs = math.inf if given is not None or budget is None else budget
+        if not is_common_end or result.samples > (1.0 + LATER_SHARE) * of_epochs:
             warn_of_steps_after(self.rank, known, result)
         self._worker.monitoring.ended(result)
         self.close()

@@ -138,7 +138,8 @@ def warn_of_steps_after(rank: int, known: Mapping[int, int], result: Consolidate
             "worker %d ended after %d steps of its own, and then the others made %d more. It "
             "exchanged until the end, so the last to train count most in the average. End all "
             "workers together: budget_samples= with model.batches(loader) or `while not "
-            "model.finished`, or model.epochs(loader, n)",
+            "model.finished`, or model.epochs(loader, n), with one samples= for all if their "
+            "datasets differ in length",
             rank,
             own,
             later,

@@ -50,7 +50,7 @@ from gossipdp.parallel.stats import (
     warn_of_no_average,
 )
 from gossipdp.parallel.termination import TERMINATION
-from gossipdp.parallel.views import views_of
+from gossipdp.parallel.views import View, views_of
 from gossipdp.protocol.members import Status
 
 logger = logging.getLogger("gossipdp")
@@ -274,9 +274,28 @@ class Worker(Entry):
                 "load_state_dict() within model.averaged(): the module's own parameters come back "
                 "at its end, and what was loaded would be lost. Load before it, or after it"
             )
-        exchanged = self._flat.exchanged(tensors)
+        held = list(tensors)
+        exchanged = self._flat.exchanged(held)
         if not exchanged:
             return
+        if self._rendezvous.joins and not self.has_stepped:
+            logger.warning(
+                "worker %d has joined a run that goes on, and load_state_dict() puts others in "
+                "place of the parameters that it took from a live worker: exchanges mix them into "
+                "all. To begin from saved weights, load them into the module before you wrap it",
+                self.rank,
+            )
+        try:
+            self._forget(exchanged)
+        except SupersededError as error:
+            loaded = [each.detach().clone() for each in held]
+            self.come_again(error)  # it takes a live worker's values
+            with torch.no_grad():
+                for each, values in zip(held, loaded, strict=True):
+                    each.copy_(values)
+            self._forget(exchanged)
+
+    def _forget(self, exchanged: Sequence[View]) -> None:
         try:
             self._call(self._loop.hold)
             self._state.device.finish()
@@ -350,12 +369,13 @@ class Worker(Entry):
         """Copy every segment: averaged chunks by ``read``, the others as they are."""
         self._state.device.finish()
         copies = []
-        for segment in self._state.segments:
-            copy = segment.x.clone()
-            if segment.role.is_averaged:
-                for chunk, room in segment.split(copy):
-                    read(chunk, room)
-            copies.append(copy)
+        with torch.inference_mode(False):  # what is made in that mode may not be written later
+            for segment in self._state.segments:
+                copy = segment.x.clone()
+                if segment.role.is_averaged:
+                    for chunk, room in segment.split(copy):
+                        read(chunk, room)
+                copies.append(copy)
         return copies
 
     @contextlib.contextmanager

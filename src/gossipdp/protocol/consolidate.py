@@ -359,6 +359,11 @@ class Consolidation:
         self._actions.clear()  # the sums add to this very list
         return actions
 
+    @property
+    def _waits_for_some(self) -> bool:
+        """Return whether some still train: a mean is over all. A result at hand waits for none."""
+        return self._held is None and self.waits_for_all and bool(self.participants.missing())
+
     def _say(self, peer: int, message: ConsolidationMessage) -> None:
         self._actions.append(Send(peer, message))
 
@@ -367,8 +372,8 @@ class Consolidation:
         lowest = members[0]
         offer = self._offered.get(lowest)
         self.waits_for_all &= offer is None or offer.waits_for_all
-        if self._held is None and self.waits_for_all and self.participants.missing():
-            return  # a mean is computed over all; a result at hand waits for none
+        if self._waits_for_some:
+            return
         if lowest[0] == self.rank:
             if (
                 attempt is None
@@ -567,6 +572,8 @@ class Consolidation:
         if attempt is None:
             participants.watch_leader(None, gets_on=False)
             return
+        if self._waits_for_some:
+            return  # it began before this worker had heard of one: whoever has heard gives nothing
         gets_on = False
         if not attempt.is_refused:
             awaited = [rank for rank in attempt.sum.children if self._awaits(attempt, rank)]

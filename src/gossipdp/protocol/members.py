@@ -197,12 +197,13 @@ class Membership(News[int, Member]):
             raise ValueError(f"worker {rank} cannot declare itself dead")
         return self.merge(msgspec.structs.replace(known, status=Status.DEAD))
 
-    def forget(self, now: float, after_s: float) -> None:
-        """Forget joiners that have been over for ``after_s``, so that none is dialled.
+    def forget(self, now: float, after_s: float) -> list[int]:
+        """Forget joiners that have been over for ``after_s``, so that none is dialled; return them.
 
         One that is joining may take long for its state, and would lose its rank to the next joiner:
         it has ``LONGEST_JOIN`` times as long, and comes back into the view once it lives.
         """
+        forgotten = []
         for rank, member in list(self._records.items()):
             if rank < self.num_workers or member.is_live or rank == self.own.rank:
                 self._over_since.pop(rank, None)
@@ -211,6 +212,8 @@ class Membership(News[int, Member]):
             if now >= self._over_since.setdefault(rank, now) + wait_s:
                 self.version += 1
                 del self._over_since[rank], self._records[rank], self._changed_at[rank]
+                forgotten.append(rank)
+        return forgotten
 
     def members(self) -> tuple[Member, ...]:
         return tuple(self._records[rank] for rank in sorted(self._records))
@@ -249,11 +252,15 @@ class Membership(News[int, Member]):
         return self.own
 
 
-def first_incarnation(members: Iterable[Member], rank: int | None) -> tuple[int, int]:
+def first_incarnation(
+    members: Iterable[Member], rank: int | None, progress: Iterable[ProgressEntry] = ()
+) -> tuple[int, int]:
     """Choose the rank and incarnation of a worker that is about to join.
 
     It is the given rank, or else the one after the highest known; and the incarnation after the
-    highest known one of it, 0 for a new rank. Two workers that join without a rank may take the
+    highest known one of it, 0 for a new rank. A joiner that was forgotten has left its progress,
+    whose process id begins with its incarnation: a second life under that number would have the
+    seed of the first, and so its data. Two workers that join without a rank may take the
     same one: the one whose record loses gets ``Superseded`` and starts again with another.
 
     Raises:
@@ -266,7 +273,8 @@ def first_incarnation(members: Iterable[Member], rank: int | None) -> tuple[int,
         rank = max(known) + 1
     if not 0 <= rank <= MAX_RANK:
         raise ValueError(f"rank {rank} is not in 0..{MAX_RANK}: give another, or none")
-    incarnation = known.get(rank, -1) + 1
+    ended = (entry.process_id >> 32 for entry in progress if entry.rank == rank)
+    incarnation = max([known.get(rank, -1), *ended]) + 1
     if incarnation > MAX_INCARNATION:
         raise ValueError(f"rank {rank} has had all its {MAX_INCARNATION} lives: give another rank")
     return rank, incarnation

@@ -157,9 +157,13 @@ class Peers:
 
     def drop(self, peer: int) -> None:
         self._links.pop(peer, None)
-        if self._membership.get(peer) is None:
-            self._partners.pop(peer, None)
+        self.forget(peer)
         self.has_changed = True
+
+    def forget(self, peer: int) -> None:
+        """Forget how ``peer`` exchanged, if it has no link and is in the membership no more."""
+        if peer not in self._links and self._membership.get(peer) is None:
+            self._partners.pop(peer, None)
 
     def heard(self, peer: int, now: float) -> None:
         """Note a sign of life from ``peer``."""

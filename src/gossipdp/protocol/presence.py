@@ -109,7 +109,9 @@ class Presence:
         """Note the linked peers that have been silent for the time-out."""
         if now >= self._forget_at:
             self._forget_at = now + self._timeout_s
-            self._membership.forget(now, FORGET_AFTER * self._timeout_s)
+            for rank in self._membership.forget(now, FORGET_AFTER * self._timeout_s):
+                self._lives.pop(rank, None)
+                self._peers.forget(rank)
         fallen = self._peers.fall_silent(now)
         for peer in fallen:
             if self._membership.get(peer) is None:  # a visitor

@@ -8,10 +8,13 @@ import torch
 from checkpointing import step
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
 from gossipdp import Counting, ProgressLR
+from gossipdp.parallel.entry import Entry
+from gossipdp.parallel.stats import Consolidated
 
 
 def test_an_extra_forward_counts_nothing_and_a_batch_without_a_step_counts_with_the_next(linear):
@@ -213,6 +216,39 @@ def test_how_long_an_epoch_is_may_be_given(linear):
     assert (model.stats().samples, str(model._worker.batches.budget_samples)) == (16, "16")
 
 
+def test_batches_that_a_dataset_holds_are_not_counted_as_samples(linear):
+    """As under ``batch_size=None``, unless the sampler asks for a batch of samples at a time."""
+    model, _ = linear()
+    with pytest.raises(ValueError, match=r"give epochs\(\.\.\., samples=\)"):
+        model.epochs(DataLoader(torch.ones(6, 4, 3), batch_size=None), 1)
+    of_four = BatchSampler(range(24), 4, drop_last=False)
+    model.epochs(DataLoader(torch.ones(24, 3), batch_size=None, sampler=of_four), 1)
+    assert model._worker.batches.budget_samples == 24
+
+
+def test_nothing_is_kept_of_what_passes_after_the_end(linear):
+    model, _ = linear()
+    model.consolidate()
+    model(torch.ones(5, 3))
+    assert model._worker.batches._forwarded == []
+
+
+@pytest.mark.parametrize(("samples", "is_told"), [(16, False), (17, False), (32, True)])
+def test_who_counts_shorter_epochs_than_the_others_says_so(
+    linear, monkeypatch, caplog, samples, is_told
+):
+    """Its dataset is shorter, so the others train on after its last epoch; 17 is late news."""
+    model, optimizer = linear()
+    for _, batches in model.epochs(DataLoader(torch.ones(8, 3), 4), 2):
+        for inputs in batches:
+            step(model, optimizer, inputs)
+    end = Consolidated(0.0, 2, samples, 204, {0: 4, 1: 200})
+    monkeypatch.setattr(model._worker, "consolidate", lambda timeout_s: end)
+    model.consolidate()
+    told = "worker 0 ended after 4 steps of its own, and then the others made 200 more."
+    assert [text.startswith(told) for text in caplog.messages] == [True] * is_told
+
+
 @pytest.mark.parametrize(
     ("counts", "stop", "expected"),
     [((2, 1), None, [[0, 0, 1, 1], [2, 2]]), ((2, 3), 3, [[0, 0, 1], [1, 2, 2]])],
@@ -270,6 +306,20 @@ def test_a_loop_without_a_step_says_so(linear, caplog):
     model.stop()
     assert list(model.epochs(DataLoader(torch.ones(20, 3)), 1)) == []
     assert "epochs() up to 1 yields nothing: model.stop() has ended the run" in caplog.text
+
+
+
+
+@pytest.mark.parametrize("order", [None, torch.Generator()])
+@pytest.mark.parametrize("kind", [RandomSampler, SubsetRandomSampler, WeightedRandomSampler])
+def test_random_samplers_that_draw_alike_get_a_warning(linear, monkeypatch, caplog, kind, order):
+    monkeypatch.setattr(Entry, "draws_alike", True)
+    arguments = ([1.0] * 12, 12) if kind is WeightedRandomSampler else (range(12),)
+    model, _ = linear(budget_samples=20)
+    next(model.batches(DataLoader(torch.ones(12, 3), 4, sampler=kind(*arguments, generator=order))))
+    assert caplog.text.count("all workers go through the data in the same order") == (order is None)
+    call = "DataLoader(..., shuffle=True, " if kind is RandomSampler else f"{kind.__name__}(..., "
+    assert caplog.text.count(f"write {call}generator=") == (order is None)
 
 
 @pytest.mark.parametrize("shuffles", [False, True])

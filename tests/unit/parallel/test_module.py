@@ -3,7 +3,7 @@
 import copy
 import math
 import re
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from itertools import chain, product, repeat
 from types import SimpleNamespace
 from unittest.mock import DEFAULT, Mock, PropertyMock
@@ -376,6 +376,23 @@ def test_after_inference_mode_states_are_written_as_before(wrap_sgd, monkeypatch
     leave_pending(model._worker, 2.0)
     model._worker._state.boundary(0.0)
     torch.testing.assert_close(net[0].weight, torch.full((2, 2), 2.0))
+
+
+@pytest.mark.parametrize("ends_within", [False, True])
+def test_an_average_may_begin_in_inference_mode_and_end_outside_of_it(wrap_sgd, ends_within):
+    """As where callbacks enter and leave it; or the other way round."""
+    net = nn.Linear(2, 2)
+    model, optimizer = wrap_sgd(net)
+    before = copy.deepcopy(net.state_dict())
+    with ExitStack() as averaged:
+        with nullcontext() if ends_within else torch.inference_mode():
+            averaged.enter_context(model.averaged())
+        with torch.inference_mode() if ends_within else nullcontext():
+            averaged.close()
+    torch.testing.assert_close(dict(net.state_dict()), dict(before), rtol=0, atol=0)
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(net.bias.detach(), before["bias"] - 0.1)
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])

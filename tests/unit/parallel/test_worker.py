@@ -214,6 +214,63 @@ def test_a_joiner_whose_rank_was_taken_saves_under_another(linear, monkeypatch, 
     assert (came, steps_saved(tmp_path)) == ([1, 1], [2, 1])
 
 
+def test_a_joiner_whose_rank_was_taken_keeps_what_it_loads(linear, monkeypatch):
+    """To take another rank brings a live worker's values."""
+    model = linear()[0]
+    worker, came = model._worker, []
+    usual = worker._loop.hold
+
+    def once_refused() -> None:
+        if not came:
+            raise SupersededError("another process has rank 0")
+        usual()
+
+    def come_again(error: SupersededError) -> None:
+        came.append(error)
+        for parameter in model.parameters():
+            parameter.data.fill_(9.0)
+
+    monkeypatch.setattr(worker._loop, "hold", once_refused)
+    monkeypatch.setattr(worker, "come_again", come_again)
+    for chunk in worker._state.chunks:
+        chunk.pending.fill_(1.0)
+        chunk.restored()
+    loaded = {name: torch.full_like(value, 7.0) for name, value in model.state_dict().items()}
+    model.load_state_dict(loaded)
+    assert len(came) == 1
+    torch.testing.assert_close(dict(model.state_dict()), loaded)
+
+
+def test_a_joiner_that_loads_before_its_first_step_is_told_what_that_does(
+    linear, monkeypatch, caplog
+):
+    """As a script that loads its last weights after wrapping, whenever it is started again."""
+    model, optimizer = linear()
+    state = model.state_dict()
+    model.load_state_dict(state)
+    monkeypatch.setattr(rendezvous.Rendezvous, "joins", True)
+    model.load_state_dict(state)
+    step(model, optimizer)
+    model.load_state_dict(state)
+    assert caplog.text.count("load them into the module before you wrap it") == 1
+
+
+def test_a_joiner_whose_rank_was_taken_ends_the_run_under_another(linear, monkeypatch):
+    worker, came = linear()[0]._worker, []
+    usual = worker._call
+
+    def once_refused(function: Callable[[], Any]) -> Any:
+        if not came:
+            raise SupersededError("another process has rank 0")
+        return usual(function)
+
+    monkeypatch.setattr(worker, "_call", once_refused)
+    monkeypatch.setattr(worker, "come_again", came.append)
+    worker.stop()
+    assert len(came) == 1
+    assert worker._protocol.progress.is_stopped
+
+
 @pytest.mark.parametrize(("given", "threads"), [(6, 4), (2, 2)])
 def test_one_that_joins_takes_its_share_of_its_host(wrap_sgd, monkeypatch, given, threads):
     """It has 8 cores, beside a live worker; a dead one and one elsewhere count for nothing."""

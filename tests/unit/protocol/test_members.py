@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gossipdp.protocol import members as limits
-from gossipdp.protocol.members import MAX_RANK, Member, Membership, Status, first_incarnation
+from gossipdp.protocol.members import (
+    MAX_RANK,
+    Member,
+    Membership,
+    ProgressEntry,
+    Status,
+    first_incarnation,
+)
 
 LEAP, LIVES = limits.MAX_LEAP, limits.MAX_INCARNATION
 
@@ -160,6 +167,15 @@ KNOWN = [Member(0, 2, 7, Status.DEAD), Member(1, 0, 8), Member(5, 1, 3, Status.J
 )
 def test_the_next_life(rank, expected):
     assert first_incarnation(KNOWN, rank) == expected
+
+
+def test_a_forgotten_life_is_not_lived_again():
+    """Else a joiner has the seed of one before it, and trains on the same data once more."""
+    ended = [ProgressEntry(6, life << 32 | 77, 10, 1) for life in (0, 4)]
+    assert first_incarnation(KNOWN, None, ended) == (6, 5)
+    assert first_incarnation(KNOWN, 5, ended) == (5, 2)
+    still_known = ProgressEntry(0, 77, 10, 1)
+    assert first_incarnation(KNOWN, 0, [still_known]) == (0, 3)
 
 
 @pytest.mark.parametrize(

@@ -136,3 +136,19 @@ def test_accuser_and_accused_come_last_in_the_next_tree():
     machine.receive(4, say.Stalled(epoch(2), 7, True, "nothing came again"))
     (third,) = begun(ticks(machine, GRACE)) - {second}
     assert third.left_out == (say.LeftOut(process(7), "nothing came again"),)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_epoch_that_began_without_one_that_trains_blames_nobody_until_that_is_done(rank):
+    """Its leader heard of a joiner too late; whoever had heard before waits, and gives nothing."""
+    machine = worker(rank)
+    machine.review(view(3))
+    if rank == 1:
+        machine.receive(0, begin(1, 0, 1, 2))
+    machine.review(view(4, worker3=Status.ALIVE))
+    assert ticks(machine, 3 * PASS_OVER_AFTER) == []
+    assert machine.left_out == {}
+    again = {begin(2, 0, 1, 2, 3)} if rank == 0 else set()
+    assert begun(machine.review(view(4))) == again
+    ticks(machine, PASS_OVER_AFTER + 1)
+    assert machine.left_out, "from then on whoever gives nothing is left out"

@@ -188,6 +188,19 @@ def test_a_new_process_does_not_inherit_the_rest_of_the_former_one():
     assert not watcher.peers.rests(1, 1.1)
 
 
+def test_nothing_stays_of_a_joiner_that_is_forgotten():
+    watcher, joiner = Watcher(), Member(7, 0, 107)
+    watcher.look(1.0, Member(1, 0, 101), joiner)
+    for rank in (1, 7):
+        watcher.presence.linked(rank, 1.0)
+        watcher.peers.drop(rank)
+    watcher.look(2.0, Member(7, 0, 107, Status.DEAD))
+    for number in range(1, 40):
+        watcher.look(2.0 + number * TIMEOUT_S)
+    assert watcher.membership.get(7) is None
+    assert watcher.presence._lives.keys() == watcher.peers._partners.keys() == {1}
+
+
 # --- one that stood still, and finds nobody ------------------------------------------------
 
 
