@@ -3,8 +3,8 @@
 A *visitor* dials all given addresses at once, over a transport of its own, and asks every worker
 that answers (``AskMembers``); the first answer is enough. It dials each address that becomes known
 meanwhile: those before may be of workers that stand still. Its rank is drawn at random from those
-that no worker has. The handshake compares model, method, rate and wire format; the graph, which may
-follow from the answer, is compared when the worker links up.
+that no worker has. The handshake compares model, method, rate, wire format and time-out; the graph,
+which may follow from the answer, is compared when the worker links up.
 
 A round of dials ends with an answer, with a refusal, when all addresses have failed, or after
 ``ROUND_S``.

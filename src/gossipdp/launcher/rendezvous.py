@@ -78,6 +78,7 @@ class Settings(msgspec.Struct, frozen=True):
     start: str = "afresh"
     base: str = ""
     budget_samples: int | None = None
+    timeout_s: float | None = None
 
     @property
     def model(self) -> str:
@@ -360,7 +361,7 @@ class Rendezvous:
 
     def _facts(self, settings: Settings, secret: bytes | None, run_id: str) -> dict[str, str]:
         shown = f"gossipdp rendezvous {run_id}".encode()
-        named = ("method", "graph", "comm_rate", "wire_format", "budget_samples")
+        named = ("method", "graph", "comm_rate", "wire_format", "budget_samples", "timeout_s")
         return {
             "WORLD_SIZE": str(self._environment.world_size),
             "TLS": "not used" if self._environment.tls is None else "used",
