@@ -181,7 +181,7 @@ def test_two_workers_of_one_rank_are_refused():
     store = HashStore()
     Alone(environment(0, 1), store).meet()
     reason = failure(environment(0, 1), store, kind=RefusedError)
-    assert re.search("another worker already has RANK 0.*__main__", reason)
+    assert re.search("another worker already has RANK 0.*__main__.*; if an earlier process", reason)
 
 
 def test_a_worker_that_is_started_again_cannot_join_the_second_model_of_its_script():
