@@ -314,8 +314,8 @@ class Rendezvous:
                 f"{self._environment.world_size - 1}, and each run its own store or GOSSIPDP_RUN_ID"
                 "; if the script starts processes, as a loader does with multiprocessing_context="
                 "'spawn', let its training begin below `if __name__ == \"__main__\":`; if an "
-                "earlier process of this worker had arrived and ended, start all workers again, with "
-                "another GOSSIPDP_RUN_ID or port"
+                "earlier process of this worker had arrived and ended, start all workers again, "
+                "with another GOSSIPDP_RUN_ID or port"
             )
         if rank == 0:
             reference = self._reference(settings, secret)
