@@ -268,7 +268,7 @@ class Supervisor:
         """Send all workers SIGTERM, and SIGKILL if they outlive it by PATIENCE_S.
 
         Once all have begun, they have GOSSIPDP_GRACE_S more: a script may save by itself. If a
-        worker takes a last checkpoint, they have that too, counted again whenever it reports that
+        worker takes a last checkpoint, they have as much, counted again whenever it reports that
         it still does. Such a worker gets ``number``. A second call sends SIGKILL at once.
         Afterwards no worker is started again.
         """
