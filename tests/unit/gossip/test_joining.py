@@ -92,7 +92,7 @@ def test_an_address_that_becomes_known_is_dialled_at_once(monkeypatch, first, kn
 def test_all_addresses_of_a_name_are_dialled(monkeypatch):
     """There may be no route to the first; if the other refuses, no worker is there."""
     found = [(0, 0, 0, "", address) for address in ADDRESSES]
-    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **options: found)
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
     network = Network(monkeypatch, False, members())
     network.known_s = BEGINS_S + TIMEOUT_S  # one name alone
     assert [each.rank for each in network.ask().members] == [0, 1]
