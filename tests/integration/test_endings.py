@@ -29,7 +29,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 WAITS = "the run is complete; waiting for worker ... to end, unless Ctrl+C ends it"
 OF_ANY_RUN = (
     *("starting ...; importing torch takes some seconds", "to add a worker: ...", WAITS),
-    "dialling rank ...: no handshake within 5 s",
+    *("dialling rank ...: no handshake within 5 s", "dialling rank ...: Network is unreachable"),
 )
 SCRIPT = """
 import json, os, sys, time

@@ -12,8 +12,8 @@ import tyro
 class TlsInitArguments:
     """Make a certificate and its key, so that all links use TLS.
 
-    It writes cert.pem and key.pem, which are valid for a year. Copy the directory to every machine
-    of the run and start the workers with --tls. Everyone who has the key can take part in the run.
+    It writes cert.pem and key.pem. Copy the directory to every machine of the run and start the
+    workers with --tls. Everyone who has the key can take part in the run.
     """
 
     directory: Annotated[Path, tyro.conf.Positional]

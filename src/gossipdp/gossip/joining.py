@@ -1,10 +1,10 @@
 """The question to a running job for its members, before a worker joins it.
 
 A *visitor* dials all given addresses at once, over a transport of its own, and asks every worker
-that answers (``AskMembers``); the first answer is enough. It dials each address that becomes known
-meanwhile: those before may be of workers that stand still. Its rank is drawn at random from those
-that no worker has. The handshake compares model, method, rate and wire format; the graph, which may
-follow from the answer, is compared when the worker links up.
+that answers (``AskMembers``); the first answer is enough. It dials each address of a name, and each
+that becomes known meanwhile: those before may be of workers that stand still. Its rank is drawn at
+random from those that no worker has. The handshake compares model, method, rate, wire format and
+time-out; the graph, which may follow from the answer, is compared when the worker links up.
 
 A round of dials ends with an answer, with a refusal, when all addresses have failed, or after
 ``ROUND_S``.
@@ -45,7 +45,7 @@ class _Visitor(LinkHandler):
         self.answer: Members | None = None
         self.refusal: Refusal | None = None
         self.num_failed = 0
-        self.num_refused = 0  # of these: no process listens at the address
+        self.refusing = set[tuple[str, int]]()  # no process listens at these addresses
 
     def link_up(self, link: Link) -> None:
         link.send_control(encode(Envelope(AskMembers())))
@@ -70,7 +70,8 @@ class _Visitor(LinkHandler):
         self, peer: int | None, address: tuple[str, int], refused_connection: bool
     ) -> None:
         self.num_failed += 1
-        self.num_refused += refused_connection
+        if refused_connection:
+            self.refusing.add(address)
 
 
 def has_ended(members: Iterable[Member], rank: int) -> bool:
@@ -110,14 +111,15 @@ def ask_members(
         visiting = msgspec.structs.replace(identity, rank=rank, incarnation=0, graph="")
         transport = TcpTransport(visitor, visiting, secret, listen(identity.host, 0), tls=tls)
         round_ends_s = min(deadline_s, clock() + ROUND_S)
-        dialled = list[tuple[str, int]]()
+        dialled = dict[tuple[str, int], set[tuple[str, int]]]()  # the numeric ones of each
         try:
             while visitor.answer is None and clock() < round_ends_s:
                 for host, port in addresses():
                     if (host, port) not in dialled:
-                        dialled.append((host, port))
-                        transport.dial(None, _resolved(host), port)
-                if visitor.num_failed >= len(dialled):
+                        dialled[host, port] = _resolved(host, port)
+                        for address in dialled[host, port]:
+                            transport.dial(None, *address)
+                if visitor.num_failed >= sum(map(len, dialled.values())):
                     break
                 transport.poll(TURN_S)
         finally:
@@ -130,7 +132,9 @@ def ask_members(
             return visitor.answer
         if visitor.refusal is not None:
             raise RefusedError(f"the run does not take in this worker: {visitor.refusal}")
-        rounds_refused = rounds_refused + 1 if visitor.num_refused == len(dialled) else 0
+        # To another address of the name, such as that of IPv6, there may be no route.
+        some_do_not = any(visitor.refusing.isdisjoint(each) for each in dialled.values())
+        rounds_refused = 0 if some_do_not else rounds_refused + 1
         shown = ", ".join(f"{host}:{port}" for host, port in dialled)
         is_refused = rounds_refused == MAX_ROUNDS_REFUSED
         if is_refused or clock() >= deadline_s:
@@ -141,9 +145,10 @@ def ask_members(
         time.sleep(PAUSE_S)
 
 
-def _resolved(host: str) -> str:
-    """Return the numeric host; raises RendezvousError for an unknown name."""
+def _resolved(host: str, port: int) -> set[tuple[str, int]]:
+    """Return all numeric addresses; raises RendezvousError for an unknown name."""
     try:
-        return str(socket.getaddrinfo(host, 9, type=socket.SOCK_STREAM)[0][4][0])
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_STREAM)
+        return {(str(each[4][0]), port) for each in found}
     except OSError as error:
         raise RendezvousError(f"cannot join at {host!r}: {error}; check the name") from error

@@ -78,6 +78,7 @@ class Settings(msgspec.Struct, frozen=True):
     start: str = "afresh"
     base: str = ""
     budget_samples: int | None = None
+    timeout_s: float | None = None
 
     @property
     def model(self) -> str:
@@ -312,7 +313,9 @@ class Rendezvous:
                 f"another worker already has RANK {rank}; give each worker its own, 0 to "
                 f"{self._environment.world_size - 1}, and each run its own store or GOSSIPDP_RUN_ID"
                 "; if the script starts processes, as a loader does with multiprocessing_context="
-                "'spawn', let its training begin below `if __name__ == \"__main__\":`"
+                "'spawn', let its training begin below `if __name__ == \"__main__\":`; if an "
+                "earlier process of this worker had arrived and ended, start all workers again, "
+                "with another GOSSIPDP_RUN_ID or port"
             )
         if rank == 0:
             reference = self._reference(settings, secret)
@@ -360,7 +363,7 @@ class Rendezvous:
 
     def _facts(self, settings: Settings, secret: bytes | None, run_id: str) -> dict[str, str]:
         shown = f"gossipdp rendezvous {run_id}".encode()
-        named = ("method", "graph", "comm_rate", "wire_format", "budget_samples")
+        named = ("method", "graph", "comm_rate", "wire_format", "budget_samples", "timeout_s")
         return {
             "WORLD_SIZE": str(self._environment.world_size),
             "TLS": "not used" if self._environment.tls is None else "used",

@@ -267,19 +267,24 @@ class Supervisor:
     def end(self, number: int = signal.SIGTERM) -> None:
         """Send all workers SIGTERM, and SIGKILL if they outlive it by PATIENCE_S.
 
-        If a worker takes a last checkpoint, they have GOSSIPDP_GRACE_S more, counted again whenever
-        it reports that it still does. Such a worker gets ``number``. A second call sends SIGKILL at
-        once. Afterwards no worker is started again.
+        Once all have begun, they have GOSSIPDP_GRACE_S more: a script may save by itself. If a
+        worker takes a last checkpoint, they have as much, counted again whenever it reports that
+        it still does. Such a worker gets ``number``. A second call sends SIGKILL at once.
+        Afterwards no worker is started again.
         """
         if self.ending:
             self.kill()
             return
-        self._kill_at = self._clock() + PATIENCE_S
+        saves = any(worker.saves for worker in self.running)
+        self._kill_at = self._clock() + PATIENCE_S + (self.begun or saves) * self._grace_s
         if self._faults is not None:
             self._faults.release()  # a stopped worker would not see the signal
         self._give_up_waiting()
         for worker in self.running:  # those without our handlers by SIGTERM
             worker.send(number if worker.saves else signal.SIGTERM)
+        if self.begun and saves:
+            text = "the workers are to end their step and save; a second Ctrl+C kills them unsaved"
+            self._on_sentence(text)
 
     def kill(self) -> None:
         """Send all workers, and what they started, SIGKILL."""
@@ -303,8 +308,8 @@ class Supervisor:
     def _kill_due_at(self, kill_at: float) -> float:
         """Return when all are killed: later, if a worker said lately that it saves or has saved."""
         saving = [] if self._is_killing else self.running
-        heard = [(max(kill_at, each.saves_s + PATIENCE_S), each.saves) for each in saving]
-        return max((at + saves * self._grace_s for at, saves in heard), default=kill_at)
+        heard = [each.saves_s + PATIENCE_S + each.saves * self._grace_s for each in saving]
+        return max([kill_at, *heard])
 
     def _take_reports(self) -> None:
         """Note the workers' reports: who trains, where all are, the rank of a joiner, and so on."""

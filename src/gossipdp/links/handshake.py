@@ -38,7 +38,7 @@ VERSION = tuple(map(int, gossipdp.__version__.split(".")[:2]))
 NONCE_BYTES = 32
 MAX_MESSAGE_BYTES = 4096
 # Fields that must agree, in the order in which a difference is reported.
-AGREED_FIELDS = ("run_id", "model", "method", "graph", "comm_rate", "wire_format")
+AGREED_FIELDS = ("run_id", "model", "method", "graph", "comm_rate", "wire_format", "timeout")
 MAX_TEXT = 200
 # Ranks of visitors: processes that only ask who takes part, before they join. They draw one at
 # random, and may not know the graph yet.
@@ -75,6 +75,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     wire_format: str
     host: str = ""
     port: int = 0
+    timeout: str = ""
 
     def __post_init__(self) -> None:
         for name, bound in (

@@ -278,7 +278,8 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             self._note_failure(peer, (host, port), False)
             return
         if code not in (0, errno.EINPROGRESS):
-            self._end(opening, is_nobody_there=code == errno.ECONNREFUSED)
+            refused = code == errno.ECONNREFUSED
+            self._end(opening, "" if refused else os.strerror(code), is_nobody_there=refused)
 
     def _note_failure(self, peer: int | None, address: tuple[str, int], refused: bool) -> None:
         if peer not in self.links:

@@ -4,7 +4,7 @@
 presents that certificate and trusts nothing else, so holding the key is membership, and others get
 no further than TLS's own handshake. With an authority of your own, every certificate that it signed
 is membership. Host names are not compared: workers are known by numeric addresses that change from
-run to run.
+run to run. Nor are dates: a run may outlive its certificate, and its links are made anew meanwhile.
 
 A stream may end without TLS's closing message: frames have lengths, and a link that is cut counts
 as closed. A key protects a bounded number of records. Once half of them are used, a new link takes
@@ -19,7 +19,6 @@ import logging
 import os
 import socket
 import ssl
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +33,8 @@ logger = logging.getLogger("gossipdp")
 SLICE_BYTES = 1 << 20
 # OpenSSL's codes for a chain that does not end in a certificate that we trust.
 _UNKNOWN_AUTHORITY = (2, 18, 19, 20, 21)
-WARN_BEFORE_EXPIRY_S = 24 * 3600.0
+# <openssl/x509_vfy.h>: X509_V_FLAG_NO_CHECK_TIME, for which the ssl module has no name.
+_NO_CHECK_TIME = 0x200000
 # RFC 8446, section 5.5: AES-GCM protects at most 2**24.5 full records with one key. OpenSSL neither
 # counts nor renews it.
 MAX_RECORDS = 1 << 24
@@ -47,8 +47,8 @@ CERT, KEY, AUTHORITY = "cert.pem", "key.pem", "ca.pem"
 def make_tls_files(directory: Path) -> None:
     """Make the certificate of a run, ``cert.pem``, and its key, ``key.pem``, in ``directory``.
 
-    The certificate is self-signed (ECDSA, P-256) and valid for a year. Only you can read the key.
-    The directory is made if it is not there.
+    The certificate is self-signed (ECDSA, P-256); its dates are not checked. Only you can read the
+    key. The directory is made if it is not there.
 
     Raises:
         FileExistsError: one of the files is there; nothing is overwritten.
@@ -110,8 +110,8 @@ class Tls:
 
     Raises:
         ValueError: a file cannot be read or used, the key does not fit the certificate, or another
-            worker with the same authority would refuse the certificate (expired, not yet valid,
-            not signed by it, not meant for both ends of a connection).
+            worker with the same authority would refuse the certificate (not signed by it, not
+            meant for both ends of a connection).
     """
 
     def __init__(self, directory: Path) -> None:
@@ -130,10 +130,7 @@ class Tls:
         # No session tickets: every link shows its certificate, and no unexpected message follows.
         self._server.num_tickets = 0
         self._client = _context(ssl.PROTOCOL_TLS_CLIENT, *self._files)
-        left_s = self._meet_oneself() - time.time()
-        if left_s < WARN_BEFORE_EXPIRY_S:
-            text = "the certificate %s expires in %.1f hours; links made after that are refused"
-            logger.warning(text, cert, left_s / 3600)
+        self._meet_oneself()
 
     def wrap(self, connection: socket.socket, *, server_side: bool) -> TlsStream:
         """Return the stream over a connected socket, whose object is emptied; handshake is due."""
@@ -144,8 +141,8 @@ class Tls:
             )
         return TlsStream(wrapped)
 
-    def _meet_oneself(self) -> float:
-        """Connect two ends that both have these files; return the time at which they expire."""
+    def _meet_oneself(self) -> None:
+        """Connect two ends that both have these files, as two workers would."""
         there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
         client = self._client.wrap_bio(back, there)
         server = self._server.wrap_bio(there, back, server_side=True)
@@ -159,9 +156,6 @@ class Tls:
                 f"the certificate {cert} is of no use with the authority {ca}: "
                 f"{explain(error)}; every other worker would refuse it"
             ) from None
-        shown = server.getpeercert()
-        assert shown is not None
-        return ssl.cert_time_to_seconds(str(shown["notAfter"]))
 
 
 @final
@@ -251,7 +245,7 @@ def explain(error: OSError) -> str:
     if reason == "WRONG_VERSION_NUMBER":
         return "the other end does not speak TLS"
     if "ALERT" in reason:
-        # TLSV13_ALERT_CERTIFICATE_REQUIRED, SSLV3_ALERT_CERTIFICATE_EXPIRED, ...
+        # TLSV13_ALERT_CERTIFICATE_REQUIRED, TLSV1_ALERT_UNKNOWN_CA, ...
         said = reason.partition("ALERT_")[2].replace("_", " ").lower()
         return f"the other end refused this worker's certificate or its TLS: {said}"
     return reason.replace("_", " ").lower() if reason.isupper() else reason
@@ -269,6 +263,7 @@ def _context(protocol: int, cert: Path, key: Path, ca: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags |= _NO_CHECK_TIME
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
         context.load_verify_locations(ca)

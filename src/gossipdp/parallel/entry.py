@@ -133,6 +133,7 @@ class Entry:
             wire_format=options.wire_format,
             start="afresh" if resumption is None else resumption.start,
             budget_samples=options.budget_samples,
+            timeout_s=network.timeout_s,
         )
         self._rendezvous = Rendezvous.open(self._environment, network.start_timeout_s)
 
@@ -322,6 +323,7 @@ class Entry:
             graph=settings.graph,
             comm_rate=settings.comm_rate,
             wire_format=settings.wire_format,
+            timeout=f"{self._network.timeout_s:g} s",
             host=host,
         )
 

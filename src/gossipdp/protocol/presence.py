@@ -11,10 +11,10 @@ with the lower process id, which is that of the earlier life, ends once the othe
 its own address: so the record of a process that has died, or never lived, ends no worker. A process
 also ends if peers that are linked to a later process of its rank turn it away for a time-out.
 
-*A worker left behind.* One that stood still for half a time-out may have been left out of the end.
-If it is awake again and finds nobody, it ends: it must not train on alone, nor call itself the run.
-What comes in its first tenth of a time-out may have been sent before. A last survivor that did not
-stand still goes on.
+*A worker left behind.* Others find one dead that they have not heard for a time-out, so one that
+stood still for nine tenths of it may have been left out of the end. If it is awake again and finds
+nobody, it ends: it must not train on alone, nor call itself the run. What comes in its first tenth
+of a time-out may have been sent before. A last survivor that stood still for less goes on.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Presence:
         """Restart all waits: this worker did not run. It counts as stopped after a time-out."""
         if now - since >= self._timeout_s:
             self._note(self.rank, "stopped", now, since)
-        if self._has_others:
+        if self._has_others and now - since >= (1 - BUFFERED_FOR) * self._timeout_s:
             self._woken_at, self._slept_s = now, now - since
         self._peers.slept(now)
         self._detector.slept(now)

@@ -12,7 +12,7 @@ from gossipdp.links.handshake import FIRST_VISITOR_RANK, Identity, Refusal
 from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.messages import AskMembers, Envelope, Members, decode, encode
 
-ADDRESSES = [("127.0.0.1", 4000), ("127.0.0.1", 4001)]
+ADDRESSES = [("127.0.0.1", 4000), ("127.0.0.2", 4000)]
 BEGINS_S, TIMEOUT_S = 1000.0, 60.0
 
 
@@ -87,6 +87,18 @@ def test_an_address_that_becomes_known_is_dialled_at_once(monkeypatch, first, kn
     assert network.now_s < BEGINS_S + 1.0
     assert network.num_rounds == num_rounds
     assert min(network.ranks) >= FIRST_VISITOR_RANK
+
+
+def test_all_addresses_of_a_name_are_dialled(monkeypatch):
+    """There may be no route to the first; if the other refuses, no worker is there."""
+    found = [(0, 0, 0, "", address) for address in ADDRESSES]
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
+    network = Network(monkeypatch, False, members())
+    network.known_s = BEGINS_S + TIMEOUT_S  # one name alone
+    assert [each.rank for each in network.ask().members] == [0, 1]
+    network._answers = (False, True)
+    with pytest.raises(RendezvousError, match="refused the connection"):
+        network.ask()
 
 
 @pytest.mark.parametrize(

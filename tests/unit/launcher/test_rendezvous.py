@@ -135,6 +135,7 @@ def test_a_given_secret_and_run_id_are_kept_and_not_published():
         ({}, {}, {"comm_rate": "2.0"}, "comm_rate is '2.0' here and '1.0' on worker 0"),
         ({}, {}, {"wire_format": "bfloat16"}, "wire_format is 'bfloat16' here and 'float32'"),
         ({}, {}, {"budget_samples": 8}, "budget_samples is 8 here and None on worker 0"),
+        ({}, {}, {"timeout_s": 60.0}, "timeout_s is 60.0 here and None on worker 0"),
         ({}, {}, {"tensors": OTHER_SHAPE}, "first in tensor 1: output.bias of shape (5,) here and"),
         ({}, {}, {"tensors": SETTINGS.tensors[:1]}, "first in tensor 1: none here and output.bias"),
         ({}, {}, {"base": "5f"}, "the frozen bases differ: frozen parameters of more than twice"),
@@ -183,7 +184,7 @@ def test_two_workers_of_one_rank_are_refused():
     store = HashStore()
     Alone(environment(0, 1), store).meet()
     reason = failure(environment(0, 1), store, kind=RefusedError)
-    assert re.search("another worker already has RANK 0.*__main__", reason)
+    assert re.search("another worker already has RANK 0.*__main__.*; if an earlier process", reason)
 
 
 def test_a_worker_that_is_started_again_cannot_join_the_second_model_of_its_script():

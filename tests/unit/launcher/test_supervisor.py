@@ -287,7 +287,7 @@ def test_who_writes_a_last_checkpoint_is_waited_for(make):
     setting.die(1, 2, how=KILLED)
     for second in range(0, 600, 20):  # it advances
         setting.workers[0].report(saves=True)
-        assert setting.step(second)
+        assert setting.step(second, second + 19)
     assert not setting.workers[0].is_killed
     setting.workers[0].report(saved=(7, "ck"), unsaved="no room", saves=False)
     setting.step(600)
@@ -305,12 +305,25 @@ def test_a_save_that_stands_still_is_not_waited_for(make):
     setting.supervisor.end(signal.SIGINT)
     sent = [worker.signals[-1] for worker in setting.workers.values()]
     assert sent == [signal.SIGINT, signal.SIGTERM, signal.SIGTERM]
+    assert "a second Ctrl+C kills" in setting.sentences[0]
     setting.step(PATIENCE_S + 29)
     assert not setting.workers[0].is_killed
     assert setting.step(PATIENCE_S + 31), "its end is waited for"
     assert setting.workers[0].is_killed
     setting.die(0, how=KILLED, at=[PATIENCE_S + 32])
     assert 0 not in setting.running
+
+
+def test_a_script_that_saves_by_itself_has_as_long_as_a_save_of_ours(make):
+    """It handles SIGTERM, and reports nothing."""
+    setting = make(begun=True)
+    setting.step(0)
+    setting.supervisor.end()
+    setting.step(PATIENCE_S + 29)
+    assert not setting.workers[0].is_killed
+    setting.step(PATIENCE_S + 31)
+    assert setting.workers[0].is_killed
+    assert setting.sentences == []
 
 
 def test_a_process_that_cannot_be_killed_is_given_up(make):

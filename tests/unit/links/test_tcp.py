@@ -79,6 +79,15 @@ def test_a_socket_that_cannot_be_had_is_a_failed_dial(world, monkeypatch, module
     assert node.handler.events == [("dial_failed", 1, ("127.0.0.1", 4000), False)]
 
 
+def test_a_dial_that_fails_at_once_says_why(world, monkeypatch, caplog):
+    node = world.tcp(0)
+    monkeypatch.setattr(socket.socket, "connect_ex", lambda *_: errno.ENETUNREACH)
+    node.transport.dial(1, "127.0.0.1", 4000)
+    node.transport.poll(0.0)
+    assert node.handler.events == [("dial_failed", 1, ("127.0.0.1", 4000), False)]
+    assert caplog.messages == ["dialling rank 1 at 127.0.0.1:4000: Network is unreachable"]
+
+
 def test_a_connection_to_oneself_counts_as_nobody(monkeypatch):
     """A socket bound to the port that it dials meets itself; Linux allows it."""
     with socket.socket() as mirror:

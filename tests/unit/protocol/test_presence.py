@@ -205,15 +205,15 @@ def test_nothing_stays_of_a_joiner_that_is_forgotten():
 
 
 def after_a_sleep(
-    ending: Status, *, heard_s: float | None = None, died_s: float = 9.0
+    ending: Status, *, woken_s: float = 7.0, heard_s: float | None = None, died_s: float = 9.0
 ) -> list[LeftBehind]:
-    """Let worker 0 sleep from 2 to 6 s, and both others end at ``died_s``, seen there or at 9 s."""
+    """Let worker 0 sleep from 2 s on, and both others end at ``died_s``, seen there or at 9 s."""
     watcher = Watcher()
     watcher.look(1.0, *(Member(rank, 0, 100 + rank) for rank in (1, 2)))
     ended = [Member(rank, 0, 100 + rank, ending) for rank in (1, 2)]
     if died_s < 2.0:
         watcher.look(died_s, *ended)
-    watcher.presence.slept(2.0, 6.0)
+    watcher.presence.slept(2.0, woken_s)
     if heard_s is not None:
         watcher.presence.heard(2, heard_s)
     watcher.membership.merge_all(ended)
@@ -224,21 +224,23 @@ def after_a_sleep(
 
 @pytest.mark.parametrize("ending", [Status.LEFT, Status.DEAD])
 def test_one_that_stood_still_is_left_behind_unless_it_was_among_others_again(ending):
-    assert after_a_sleep(ending) == [LeftBehind(4.0)]
+    assert after_a_sleep(ending) == [LeftBehind(5.0)]
     # What it reads at once may have been sent long ago.
-    in_buffers_s = 6.0 + 0.1 * TIMEOUT_S
-    assert after_a_sleep(ending, heard_s=in_buffers_s) == [LeftBehind(4.0)]
+    in_buffers_s = 7.0 + 0.1 * TIMEOUT_S
+    assert after_a_sleep(ending, heard_s=in_buffers_s) == [LeftBehind(5.0)]
     assert after_a_sleep(ending, heard_s=in_buffers_s + 0.1) == []
 
 
 def test_a_last_survivor_goes_on_even_if_it_sleeps():
     assert after_a_sleep(Status.DEAD, died_s=1.5) == []
+    # It slept too briefly for the others to find it dead, and to end without it.
+    assert after_a_sleep(Status.DEAD, woken_s=5.0) == []
 
 
 def test_one_that_has_left_itself_is_not_left_behind():
     watcher = Watcher()
     watcher.look(1.0, Member(1, 0, 101))
-    watcher.presence.slept(2.0, 6.0)
+    watcher.presence.slept(2.0, 7.0)
     watcher.membership.set_status(Status.LEFT)
     watcher.membership.merge(Member(1, 0, 101, Status.LEFT))
     actions = watcher.presence.review(7.0, has_changed=True)
