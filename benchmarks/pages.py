@@ -242,6 +242,39 @@ def simulated(data: str, workers: int, steps: int) -> str:
 RATES = ("exchanges a step", "bytes", "samples/s")
 QUALITY = ("bits a byte", "above DDP", "by seed", *RATES)
 STEPS, TIME = "{steps:,} steps", ": equal time {equal_time_s:.0f} s"
+DEFAULTS = (
+    ("quality_small_80ms_2048", STEPS,
+     "ddp; ddp_bf16; gossipdp: **gossipdp, defaults (8-bit codes)**; "
+     'gossipdp_full: gossipdp, `wire_format="full"`'),
+    ("quality_small_80ms", STEPS, "ddp; gossipdp_auto: gossipdp, float32, the default then; "
+     "gossipdp_auto_lattice8: the same, 8-bit codes; a2cid2: float32, `comm_rate=1`"),
+)  # fmt: skip
+BUSY = (
+    "quality_small_busy", "", "ddp; ddp_bf16; "
+    "gossipdp_shared: gossipdp, shared memory, as on one host; gossipdp: gossipdp, over TCP",
+)  # fmt: skip
+MILLION = (
+    ("quality_large_card", "", "ddp; gossipdp: gossipdp, defaults of then"),
+    ("quality_large_card_fixed", "", "gossip: gossip, asked for an exchange a step"),
+    ("quality_large_busy", "",
+     "gossipdp_shared: **gossipdp, defaults of today, two cores of one host**"),
+)  # fmt: skip
+REAL = (
+    "quality_small", "", "gossip_lattice8@1/4; ddp_bf16; ddp; decent_dp; gossip; local_sgd@4; "
+    "a2cid2; gossip_lattice8@3; local_sgd_bf16@8; diloco_gentle@16",
+)  # fmt: skip
+EQUAL_TIME = (
+    ("time_to_loss_slow", f"One of four is four times slower{TIME}",
+     "gossip; local_sgd_by_speed@8; ddp_bf16_by_speed"),
+    ("time_to_loss_speeds", f"Speeds 8:4:2:1{TIME}",
+     "local_sgd_by_speed@8; a2cid2; ddp_bf16_by_speed"),
+    ("time_to_loss_equal", f"All equal, one machine{TIME}", "ddp; decent_dp; gossip"),
+    ("time_to_loss_gigabit", f"Each behind 1 Gbit/s{TIME}",
+     "decent_dp; a2cid2_lattice8@1/2; local_sgd@4; ddp_bf16; a2cid2"),
+    ("time_to_loss_slow_link", f"Each behind 100 Mbit/s and 20 ms{TIME}",
+     "gossip_lattice8@4; local_sgd_bf16@64"),
+)  # fmt: skip
+AT_EQUAL_TIME = ("samples/s", "loss at equal time", "loss at equal tokens", "bytes")
 
 TABLES: dict[str, Callable[[], str]] = {
     "tuned": tuned,
@@ -251,83 +284,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "rest samples": partial(rest, "samples"),
     "rest loss": partial(rest, "loss"),
     "simulated": partial(simulated, "common", 16, 1_000),
-    "defaults": partial(
-        beside_ddp,
-        "three seeds",
-        QUALITY,
-        (
-            "quality_small_80ms_2048",
-            STEPS,
-            "ddp; ddp_bf16; gossipdp: **gossipdp, defaults (8-bit codes)**; "
-            'gossipdp_full: gossipdp, `wire_format="full"`',
-        ),
-        (
-            "quality_small_80ms",
-            STEPS,
-            "ddp; gossipdp_auto: gossipdp, float32, the default then; "
-            "gossipdp_auto_lattice8: the same, 8-bit codes; a2cid2: float32, `comm_rate=1`",
-        ),
-    ),
-    "busy": partial(
-        beside_ddp,
-        "three seeds, 900 steps",
-        QUALITY,
-        (
-            "quality_small_busy",
-            "",
-            "ddp; ddp_bf16; gossipdp_shared: gossipdp, shared memory, as on one host; "
-            "gossipdp: gossipdp, over TCP",
-        ),
-    ),
+    "defaults": partial(beside_ddp, "three seeds", QUALITY, *DEFAULTS),
+    "busy": partial(beside_ddp, "three seeds, 900 steps", QUALITY, BUSY),
     "million": partial(
-        beside_ddp,
-        "one seed",
-        ("loss at equal tokens", "above DDP", *RATES),
-        ("quality_large_card", "", "ddp; gossipdp: gossipdp, defaults of then"),
-        ("quality_large_card_fixed", "", "gossip: gossip, asked for an exchange a step"),
-        (
-            "quality_large_busy",
-            "",
-            "gossipdp_shared: **gossipdp, defaults of today, two cores of one host**",
-        ),
+        beside_ddp, "one seed", ("loss at equal tokens", "above DDP", *RATES), *MILLION
     ),
-    "real": partial(
-        beside_ddp,
-        "three seeds",
-        ("bits a byte", "above DDP", "bytes"),
-        (
-            "quality_small",
-            "",
-            "gossip_lattice8@1/4; ddp_bf16; ddp; decent_dp; gossip; local_sgd@4; a2cid2; "
-            "gossip_lattice8@3; local_sgd_bf16@8; diloco_gentle@16",
-        ),
-    ),
-    "equal time": partial(
-        beside_ddp,
-        "five rounds",
-        ("samples/s", "loss at equal time", "loss at equal tokens", "bytes"),
-        (
-            "time_to_loss_slow",
-            f"One of four is four times slower{TIME}",
-            "gossip; local_sgd_by_speed@8; ddp_bf16_by_speed",
-        ),
-        (
-            "time_to_loss_speeds",
-            f"Speeds 8:4:2:1{TIME}",
-            "local_sgd_by_speed@8; a2cid2; ddp_bf16_by_speed",
-        ),
-        ("time_to_loss_equal", f"All equal, one machine{TIME}", "ddp; decent_dp; gossip"),
-        (
-            "time_to_loss_gigabit",
-            f"Each behind 1 Gbit/s{TIME}",
-            "decent_dp; a2cid2_lattice8@1/2; local_sgd@4; ddp_bf16; a2cid2",
-        ),
-        (
-            "time_to_loss_slow_link",
-            f"Each behind 100 Mbit/s and 20 ms{TIME}",
-            "gossip_lattice8@4; local_sgd_bf16@64",
-        ),
-    ),
+    "real": partial(beside_ddp, "three seeds", ("bits a byte", "above DDP", "bytes"), REAL),
+    "equal time": partial(beside_ddp, "five rounds", AT_EQUAL_TIME, *EQUAL_TIME),
 }
 
 
