@@ -1,0 +1,446 @@
+"""The figures on the pages, made of the results files.
+
+``PHRASES`` has what each page says beside the tables that pages.py writes. A run that changes a
+figure changes its phrase, and test_pages.py fails until the page says it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from statistics import fmean
+from typing import Any
+
+from pages import FIGURES, SUMMARY, above, by_seed, result
+from quality_simulated import ROWS, Runs, Setting, paired_difference, result_of
+from race_report import Run
+from support.finished_runs import FinishedRuns, loss_of
+from support.report import RESULTS, Spread
+
+Row = dict[str, Any]
+
+
+def rows(name: str) -> dict[str, Row]:
+    return result(name)["rows"]
+
+
+def cells(name: str, *first: str) -> list[str]:
+    """Return the other cells of a line of the results' Markdown."""
+    start = "| " + " | ".join(first) + " | "
+    lines = (RESULTS / f"{name}.md").read_text("utf-8").splitlines()
+    (line,) = {line.removeprefix(start) for line in lines if line.startswith(start)}
+    return line.rstrip(" |").split(" | ")
+
+
+def medians(name: str, *first: str) -> list[str]:
+    return [text.partition(" (")[0] for text in cells(name, *first)]
+
+
+def bounds(values: Iterable[float], form: str = ".0f") -> str:
+    """Return the least and the greatest, or one of them where they read the same."""
+    found = sorted(values)
+    return " to ".join(dict.fromkeys(f"{each:{form}}" for each in (found[0], found[-1])))
+
+
+def more(figure: float, than: float) -> float:
+    """Return by how many percent one figure is greater than the other."""
+    return 100 * (figure / than - 1)
+
+
+# The race
+
+RACE, RACE_300, WORST = result("race"), result("race_300"), "kills10_moving"
+OLDER = FinishedRuns(RESULTS / "race_55.jsonl", Run, lambda run: run.settings.key).known.values()
+LONG = {
+    (run.settings.condition, run.settings.row): run.loss
+    for run in OLDER
+    if run.settings.seconds == 300 and run.settings.weight_decay == 0.1
+}
+CALM, BOTH = (f"{more(LONG[each, 'gossipdp'], LONG[each, 'ddp']):.0f}" for each in ("calm", WORST))
+BELOW = f"{100 * (1 - RACE_300[WORST]['ddp']['loss_ratio']):.1f}"
+IN_CALM = [[run["result"]["loss"] for run in row["runs"]] for row in RACE["calm"].values()]
+KEPT = [
+    min(found["samples_ratio"] for row, found in RACE[name].items() if "torchft" in row)
+    for name in ("moving", "kills10", WORST)
+]
+
+
+def times_ddp(*names: str) -> list[float]:
+    """Return the bytes of rows over DDP's, of all conditions of the README."""
+    return [
+        RACE[name][row]["megabytes"] / RACE[name]["ddp"]["megabytes"]
+        for name in SUMMARY
+        for row in names
+    ]
+
+
+# Quality
+
+SMALL, IDLE, SHORT, BUSY, LARGE, FIXED, TODAY, AUTO, ONCE = (
+    rows(f"quality_{name}")
+    for name in (
+        "small", "small_80ms_2048", "small_80ms", "small_busy", "large_card", "large_card_fixed",
+        "large_busy", "auto", "auto_exponential",
+    )
+)  # fmt: skip
+DDP, OURS, BYTES = IDLE["ddp"], IDLE["gossipdp"], "bytes_per_parameter_step"
+GAP, SHARE = f"{above(OURS, DDP):.1f}", f"{OURS[BYTES] / DDP[BYTES]:.0%}"
+BF16 = f"{-above(IDLE['ddp_bf16'], DDP):.1f}"
+ON_HOST, TCP = (above(BUSY[row], BUSY["ddp"]) for row in ("gossipdp_shared", "gossipdp"))
+ON_CPU = f"{above(TODAY['gossipdp_shared'], LARGE['ddp']):.0f}"
+ON_GPU = f"{above(LARGE['gossipdp'], LARGE['ddp']):.0f}"
+AT_1024 = more(*(min(LARGE[row]["tried"].values()) for row in ("gossipdp", "ddp")))
+OF_64 = {
+    (run["graph"], run["seed"]): run for run in result("graphs")["runs"] if run["workers"] == 64
+}
+RUNS, OF_FOUR = Runs(RESULTS / "quality_simulated.jsonl"), Setting("disjoint", 4, 900)
+V, FOUR = "gossip, v every 16th", "gossipdp, 4 exchanges a step"
+CODED = "gossipdp, 1 exchange a step, lattice8"
+UNCODED = RUNS.of(row=CODED.removesuffix(", lattice8"), **asdict(OF_FOUR))
+
+
+def above_ddp(kind: str) -> list[float]:
+    return [above(row, SMALL["ddp"]) for name, row in SMALL.items() if name.startswith(kind)]
+
+
+def simulated(row: str, base: str = "all-reduce", workers: int = 16) -> float:
+    """Return by how many percent a row ends above another, over the seeds of both."""
+    setting = Setting("common", workers, 1_000)
+    both = zip(*(result_of(RUNS, name, setting) for name in (row, base)), strict=False)
+    ours, theirs = zip(*([run["loss"] for run in pair] for pair in both), strict=True)
+    return more(fmean(ours), fmean(theirs))
+
+
+def ended(name: str, row: str) -> str:
+    found, bits = rows(name)[row], FIGURES["bits a byte"]
+    seconds = found["samples"] / found["samples_per_s"]
+    return f"{bits(found, found)} after {result(name)['steps']:,} steps and {seconds:.0f} s"
+
+
+HALVED = [
+    more(tried[best / 2], tried[best])
+    for setting in RUNS.settings()
+    for name, row in ROWS.items()
+    for known in [RUNS.of(row=name, seed=0, **asdict(setting))]
+    for tried in [{run["learning_rate"]: loss_of(run) for run in known}]
+    for best in [min(tried, key=tried.get, default=0)]
+    if (setting.workers, row.optimizer) == (16, "AdamW") and row.method in ("gossip", "a2cid2")
+    if best / 2 in tried
+]
+ADAM_95 = [
+    simulated(f"gossip, beta_2 0.95{v}", "all-reduce, beta_2 0.95") for v in ("", ", v every 5th")
+]
+MUON = [simulated(f"gossip, Muon{v}", "all-reduce, Muon") for v in ("", ", v every 16th")]
+
+# Loss at equal time
+
+CONDITIONS, IN_TIME = ("equal", "gigabit", "slow_link", "slow", "speeds"), "loss_at_equal_time"
+TIME = {name: rows(f"time_to_loss_{name}") for name in CONDITIONS}
+NOW = {name: rows(f"time_to_loss_defaults_{name}") for name in (*CONDITIONS, "jitter")}
+ALL_BUT_DDP = [
+    above(row, min(ddp, key=lambda each: each["loss"]))
+    for found in (TIME["equal"], TIME["gigabit"], TIME["slow_link"])
+    for ddp in [[each for name, each in found.items() if name.startswith("ddp")]]
+    for name, row in found.items()
+    if not name.startswith("ddp")
+]
+OFF_TIME = max(
+    abs(run["time"]["curve"][-1]["seconds"] / result(f"time_to_loss_{name}")["equal_time_s"] - 1)
+    for name in CONDITIONS
+    for row in TIME[name].values()
+    for run in row["runs"]
+    if len(row["runs"]) > 1
+)
+LOSSES = [
+    [run["time"]["loss"] for run in row["runs"]] for each in NOW.values() for row in each.values()
+]
+BELOW_OURS = [
+    -above(TIME["gigabit"]["decent_dp"], TIME["gigabit"][row], IN_TIME)
+    for row in ("a2cid2_lattice8@1/2", "gossip")
+]
+ONE_SLOW = TIME["slow"]["gossip"], TIME["slow"]["local_sgd_by_speed@8"]
+EACH_FEW_STEPS, RIVAL = ("decent_dp", "gossip", "local_sgd@4", "a2cid2"), "local_sgd_bf16@64"
+
+
+def beside(name: str, row: str, figure: str = IN_TIME) -> float:
+    """Return how far the defaults end above another row."""
+    return above(NOW[name]["gossipdp"], NOW[name][row], figure)
+
+
+def now(name: str, row: str) -> str:
+    return f"{NOW[name][row][IN_TIME]:.3f}"
+
+
+OVER_FIXED = [beside("slow", "gossip"), beside("speeds", "a2cid2"), beside("jitter", "gossip")]
+
+# Performance
+
+SIZES = ("50,000", "1,000,000", "11,250,000", "100,000,000")
+CORE, TINY = "resnet18-shared-core", "launch-bound"
+
+
+def exchanges(*form: str) -> str:
+    return " | ".join(" / ".join(medians("exchange", size, *form)[:2]) for size in SIZES)
+
+
+def steps(file: str, loop: str) -> Spread:
+    """Return the steps/s with exchanges over those without."""
+    found = result(file)[loop]["rate_over"]
+    return Spread.of(found.get("none", found)["values"])
+
+
+def steps_at(file: str, loop: str) -> str:
+    rate = result(file)[loop]["arms"]["a2cid2"]["achieved_comm_rate"]
+    return f"{steps(file, loop).text()} [{rate:.2g}]"
+
+
+LOST, LOST_TINY, *LOST_LIMITED = (
+    100 * (1 - steps(*each).median)
+    for each in (
+        ("overlap_auto", CORE), ("overlap_auto", TINY),
+        ("overlap_auto_limited", TINY), ("overlap_auto_limited", "resnet18"),
+    )
+)  # fmt: skip
+
+
+def memory(name: str) -> str:
+    return " | ".join(medians("memory", name))
+
+
+MEMORY = [rows("memory")[name] for name in ("gossip", "a2cid2", "a2cid2-numba")]
+LEAST, _, MOST = (row["bytes_per_parameter"]["median"] for row in MEMORY)
+STARTUP, REJOIN = result("startup"), result("card")["rejoin"]
+NOTICED = STARTUP["noticed_s"]
+SPARE = f"{round(STARTUP['spare_mb']['median'], -1):.0f} MB"
+ON_CARD = {
+    (name, workers, rate): [
+        [float(text) for text in medians("card", f"{name}, {workers} workers, {how}")[:4]]
+        for how in ("none", f"gossip, comm rate {rate}")
+    ]
+    for name, workers, rate in (
+        ("gpt", 2, "auto"), ("gpt", 2, "1.0"), ("gpt", 4, "auto"),
+        ("resnet18", 2, "auto"), ("resnet18", 4, "auto"),
+    )
+}  # fmt: skip
+CARD_MS = [
+    1e3 * n * (1 / ours[0] - 1 / plain[0]) / ours[1] for (_, n, _), (plain, ours) in ON_CARD.items()
+]
+GPT = [both for key, both in ON_CARD.items() if key[:2] == ("gpt", 2)]
+CARD_LOST = [-more(ours[0], plain[0]) for key, (plain, ours) in ON_CARD.items() if key[2] == "auto"]
+CHUNKS = {size: times for size, _, *times in result("card")["speed"]["rows"]}
+
+
+def on_card(*key: Any) -> str:
+    (plain, *_), (ours, rate, *_) = ON_CARD[key]
+    return f"{plain:.1f} | {ours:.1f} | {ours / plain:.2f} | {rate:.2f} |"
+
+
+# Adapters, bytes, faults, shards
+
+SPEEDS, EIGHT, FLOATS, KILLED = (
+    "local SGD, steps by speed, H = 16", "gossipdp, defaults, lattice8", "gossipdp, defaults",
+    "gossipdp, defaults, one killed",
+)  # fmt: skip
+
+
+def lora(name: str) -> str:
+    _, loss, *_ = cells("adapters", name)
+    return " | ".join([loss, *medians("adapters", name)[2:]])
+
+
+BY_SPEED, IN_FLOATS, IN_CODES = (
+    [float(text) for text in medians("adapters", name)] for name in (SPEEDS, FLOATS, EIGHT)
+)
+CODED_ROWS = [OURS, BUSY["gossipdp"], *(NOW[name]["gossipdp"] for name in CONDITIONS[:3])]
+AT_HOME = [sum(run["sent_bytes"]) / sum(run["exchanges"]) for run in rows("adapters")[EIGHT]]
+LEAST_BYTES = min(row[BYTES] / row["comm_rate"] for row in CODED_ROWS)
+BACK_S = " and ".join(f"{run['back_s']:.1f}" for run in rows("adapters")[KILLED])
+AN_EXCHANGE = f"{LEAST_BYTES:.1f} to {max(AT_HOME) / 262_144:.2f}"
+EVENTS = ("stop", "slow 16", "kill", "first step", "join")
+*AT_ONE, JOIN = (float(medians("independence_real", each, "1")[1]) for each in EVENTS)
+*AT_AUTO, JOIN_AUTO = (float(medians("independence_real_auto", each)[1]) for each in EVENTS)
+AS_THREE = [*AT_ONE, *AT_AUTO]
+FAULTS = result("independence")["rows"]
+IN_ALL = [row["all"]["median"] for row in FAULTS]
+BAD_LINK = [row["all"]["median"] for row in FAULTS if row["what"] == "bad link"]
+OF_RING = [row for row in FAULTS if (row["graph"], row["comm_rate"]) == ("ring 4", "auto")]
+ON_RING = [row["least"]["median"] for row in OF_RING]
+SINGLE = [row["least"]["median"] for row in FAULTS if row not in OF_RING]
+SOAK, MANY, LARGEST = result("soak")["counts"], result("many"), result("large")["command"]
+GOSSIP_SLOW, HSDP_SLOW, GOSSIP_EQUAL, HSDP_EQUAL = (
+    [float(text) for text in medians("shards", f"{method}, {replicas}")[:2]]
+    for replicas in ("one replica 4 times slower", "equal")
+    for method in ("gossip", "HSDP")
+)
+
+PHRASES = {
+    "README.md": [
+        f"gossipdp sent {bounds(times_ddp('gossipdp'), '.1f')} times DDP's bytes",
+        f"at most {max(times_ddp('local_sgd_torchft@16', 'diloco_torchft@16')):.2f} times.",
+        f"{BELOW}% below with both (two); with 0.1, as here, {CALM}% and {BOTH}% above (one).",
+        f"{GAP}% above it after 2,048 steps with an idle core (seeds: {by_seed(OURS, DDP)}%)",
+        f"at {SHARE} of its bytes; {ON_HOST:.0f} to {TCP:.0f}% with busy cores; on a GPU {ON_GPU}%",
+        f"Its bf16 hook ends {BF16}% below it.",
+        f"tried with at most {len(MANY['workers'])} workers",
+    ],
+    "docs/race.md": [
+        f"{CALM}% above DDP in the calm ({LONG['calm', 'gossipdp']:.3f} and "
+        f"{LONG['calm', 'ddp']:.3f}), and {BOTH}% above it with both faults "
+        f"({LONG[WORST, 'gossipdp']:.3f} and {LONG[WORST, 'ddp']:.3f}).",
+        f"Runs of one row differ by {max(more(max(each), min(each)) for each in IN_CALM):.0f}%,",
+    ],
+    "docs/comparison.md": [
+        f"**DiLoCo**: {bounds([simulated('DiLoCo, H = 16, momentum 0.5'), *above_ddp('diloco')])}%",
+        f"**local SGD**: {bounds([simulated('local SGD, H = 16'), *above_ddp('local_sgd')])}%",
+        f"**Decent-DP**: {bounds(above_ddp('decent_dp'))}% after 2,048 steps, "
+        f"{above(TIME['equal']['decent_dp'], TIME['equal']['ddp']):.0f}% after 512",
+        f": {bounds([above(OURS, DDP), ON_HOST, TCP, AT_1024])}%; {above(OURS, DDP):.0f}% with an",
+        f"it kept {KEPT[0]:.1f} times the samples of torchft's best mode",
+        f"{KEPT[1]:.2f} times where one dies every 10 s, {KEPT[2]:.1f} times with both",
+        f"it ends {more(RACE['calm']['ddp']['loss_ratio'], 1):.1f}% above DDP's",
+        f"{BELOW}% below it with both (two runs); with decay 0.1 {CALM}% and {BOTH}% above",
+        f"gossipdp [{LEAST:.0f} to {MOST + 4:.0f}](performance.md#memory)",
+        f"{bounds(above_ddp('diloco_t'))}% above DDP, our own {bounds(above_ddp('diloco@'))}%",
+        f"ended {BELOW_OURS[0]:.0f}% below the best of gossipdp's rows",
+        f"{BELOW_OURS[1]:.0f}% below that of one exchange a step",
+    ],
+    "docs/quality.md": [
+        f"{GAP}% above DDP after 2,048 steps, at {SHARE} of its bytes.",
+        f"bf16 hook ends {BF16}% below DDP",
+        f"[{ON_HOST:.0f}% above DDP](#where-all-cores-are-busy) on one host, {TCP:.0f}% over TCP",
+        f"end {ON_CPU}% above on one host, and by older rules {ON_GPU}% on a GPU",
+        f"end {simulated(V):.1f}% above all-reduce with one exchange",
+        f"{simulated(V, workers=64):.1f}% with one, {simulated(FOUR, workers=64):.1f}% with four",
+        f"[{bounds(above_ddp('gossip_lattice8@3'), '.1f')}% above DDP](#with-real-processes)",
+        f"as many bytes, {bounds(above_ddp('local_sgd_bf16'), '.1f')}%",
+        f"that put gossipdp {CALM}% above DDP (one run)",
+        f"on {more(RACE_300['calm']['ddp']['samples_ratio'], 1):.0f}% more samples",
+        f"was seen: {paired_difference(result_of(RUNS, CODED, OF_FOUR), UNCODED)}, a 95% interval",
+        f"gossipdp ended at {ended('quality_small_busy_1110', 'gossipdp_shared')}",
+        f"DDP at {ended('quality_small_busy_ddp', 'ddp')}",
+        f"the defaults of the time were {AT_1024:.0f}% above DDP",
+        f"at beta_2 = 0.95 this gains {ADAM_95[0] - ADAM_95[1]:.1f} points",
+        f"A2CiD2 ends {fmean(above(OF_64['ring', x], OF_64['complete', x]) for x in (0, 1)):.1f}%",
+        f"SGD ends {simulated('gossip, SGD', 'all-reduce, SGD'):.1f}% above all-reduce",
+        f"Muon {bounds(MUON, '.1f')}%",
+        f"Adafactor {simulated('gossip, Adafactor', 'all-reduce, Adafactor'):.1f}%.",
+    ],
+    "docs/from_ddp.md": [
+        f"one core of two idle (three seeds) | 2,048 steps | {GAP}% |",
+        f"| {above(SHORT['gossipdp_auto_lattice8'], SHORT['ddp']):.1f}%; "
+        f"{above(SHORT['gossipdp_auto'], SHORT['ddp']):.1f}% |",
+        f"half as long (three seeds) | 512 steps | {beside('equal', 'ddp', 'loss'):.0f}% |",
+        f"over TCP (three seeds) | 900 steps | {ON_HOST:.1f}%, {TCP:.1f}% |",
+        f"against DDP on a GPU (one seed) | 4,096 steps | {ON_CPU}% |",
+        f"one GPU (one seed, older rules) | 4,096 steps | {ON_GPU}% |",
+        f"that put gossipdp {CALM}% above DDP at equal time",
+        f"and {bounds(row['constant_mb'] for row in MEMORY)} MB a process",
+    ],
+    "docs/equal_time.md": [
+        f"at the same time, within {OFF_TIME:.0%}.",
+        f"one slow worker (by {-above(*ONE_SLOW, IN_TIME):.1f}%)",
+        f"are equal (by {above(TIME['equal']['gossip'], TIME['equal']['ddp'], IN_TIME):.1f}%)",
+        f"end {bounds(ALL_BUT_DDP)}% above it",
+        f"but {bounds(above(SMALL[name], SMALL['ddp']) for name in EACH_FEW_STEPS)}% after",
+        f"{now('equal', 'gossipdp')}, {beside('equal', 'ddp'):.1f}% above DDP "
+        f"(**{now('equal', 'ddp')}**), with {NOW['equal']['gossipdp'][BYTES]:.1f} bytes to its "
+        f"{NOW['equal']['ddp'][BYTES]:.1f}.",
+        f"**{now('gigabit', 'gossipdp')}**, level with DDP's bf16 hook "
+        f"({now('gigabit', 'ddp_bf16')})",
+        f"{now('slow_link', 'gossipdp')}, {beside('slow_link', RIVAL):.1f}% above local",
+        f"H = 64 (**{now('slow_link', RIVAL)}**)",
+        f"ended {-min(OVER_FIXED):.1f}% below to {max(OVER_FIXED):.1f}% above a fixed rate",
+        f"differ by up to {max(more(max(each), min(each)) for each in LOSSES):.0f}% here.",
+    ],
+    "docs/performance.md": [
+        f"| shared memory, `full`: the default there | {exchanges('shared memory', 'full')} |",
+        f"| TCP, `full` | {exchanges('TCP', 'full')} |",
+        f"| TCP, `lattice8`: the default there | {exchanges('TCP', 'lattice8')} |",
+        f"means of {min(each['number'] for each in result('exchange')['whole'])} exchanges or more",
+        f"batch 32 | {steps_at('overlap', 'resnet18')} | |",
+        f"| {steps('overlap', TINY).text()} | {steps_at('overlap_auto', TINY)} |",
+        f"without a gradient | {steps('overlap', 'launch-bound-large').text()} | |",
+        f"its gossip thread | {steps('overlap', CORE).text()} | {steps_at('overlap_auto', CORE)} |",
+        f"tiny operations, 1 million parameters | | {steps_at('overlap_auto_limited', TINY)} |",
+        f"and asks for them | | {steps_at('overlap_auto_limited', 'resnet18')} |",
+        f"took {LOST:.0f}%, in the container {LOST_LIMITED[0]:.0f} and {LOST_LIMITED[1]:.0f}%",
+        f"from a million parameters on) | {memory('gossipdp, a2cid2, compiled kernels')} |",
+        f"| a2cid2, `GOSSIPDP_KERNELS=torch` | {memory('gossipdp, a2cid2')} |",
+        f"| gossip, `GOSSIPDP_KERNELS=torch` | {memory('gossipdp, gossip')} |",
+        f"| DDP | {memory('DDP (gloo)')} | | |",
+        f"_bucket_view` | {memory('DDP (gloo), gradient_as_bucket_view')} | | |",
+        f"A spare interpreter takes {SPARE}",
+        f"| GPT of 36 million parameters, 2 workers | {on_card('gpt', 2, 'auto')}",
+        f"| the same, asked for an exchange a step | {on_card('gpt', 2, '1.0')}",
+        f"| the same, 4 workers | {on_card('gpt', 4, 'auto')}",
+        f"| ResNet-18 (11 million), 2 workers | {on_card('resnet18', 2, 'auto')}",
+        f"| ResNet-18, 4 workers | {on_card('resnet18', 4, 'auto')}",
+        f"costs a worker {bounds(CARD_MS)} ms here",
+        f"loss ends {bounds(more(ours[3], plain[3]) for plain, ours in GPT)}% higher",
+        f"{CHUNKS[16][3]:.2f} ms on the device",
+        f"without a peer: {CHUNKS[32][0]:.0f} ms",
+        f"after {REJOIN['lost_s']:.2f} s, and took part again after {REJOIN['restarted_s']:.1f} s",
+    ],
+    "docs/lora.md": [
+        f"the base alone has {result('adapters')['base_alone']:.3f}",
+        f"| DDP | {lora('DDP, float32')} |",
+        f"| DDP in bfloat16, batches by speed | {lora('DDP, bf16 hook, batches by speed')} |",
+        f"| local SGD, steps by speed, H = 16 | {lora(SPEEDS)} |",
+        f"| **gossipdp** (8 bits) | {lora(EIGHT)} |",
+        f'| **gossipdp**, `wire_format="full"` | {lora(FLOATS)} |',
+        f"| **the same, one killed** | {lora(KILLED)} |",
+        f"close behind `full` (+{more(BY_SPEED[1], IN_FLOATS[1]):.1f}%)",
+        f"again after {BACK_S} s",
+        f"Local SGD had {1 - BY_SPEED[2] / 180:.0%} less time",
+    ],
+    "docs/choosing.md": [
+        f"{bounds([LOST, *LOST_LIMITED])}%; in loops of tiny operations, with an idle core, "
+        f"{LOST_TINY:.0f}% |",
+        f"| GPU | 2% | 3% | {bounds(CARD_LOST)}% |",
+        f"auto's loss was {above(AUTO['gossipdp'], ONCE['a2cid2']):.1f}% higher there",
+        f"in 8-bit codes {above(AUTO['gossipdp_lattice8'], ONCE['a2cid2']):.1f}% (two seeds)",
+        f"{above(LARGE['gossipdp'], FIXED['gossip']):.0f}% higher for [a million",
+        f"(measured: {AN_EXCHANGE} in place of 1.25)",
+        f"half of the best rate cost {bounds(HALVED, '.1f')}%.",
+        f"sent {IN_CODES[5] / 1e3:.1f} GB an hour",
+    ],
+    "docs/questions.md": [
+        f"About {AN_EXCHANGE} bytes a parameter and exchange",
+        f"{LARGE['gossipdp'][BYTES] / LARGE['gossipdp']['comm_rate']:.0f} from a GPU",
+        f"{GAP}% above DDP after 2,048 steps with an idle core; {ON_GPU}% in the worst run",
+    ],
+    "docs/install.md": [f"(quality.md#a-million-parameters) ended {ON_GPU}% above DDP"],
+    "docs/faults.md": [
+        f"it costs 3% of the exchanges with others (simulated: up to {1 - min(BAD_LINK):.0%})",
+        f"notice a kill after {NOTICED['least']:.2f} to {NOTICED['greatest']:.2f} s",
+        f"has the worker back after {STARTUP['back_s']['median']:.2f} s",
+        f"with {SOAK['kills']} kills, {SOAK['joins']} joins and {SOAK['cuts']:,} cut links",
+        f"the other three made {bounds(AS_THREE, '.2f')} of the exchanges",
+        f"while a fourth joined, {JOIN:.2f}, under",
+        f"` {JOIN_AUTO:.2f}.",
+        f"the others keep {min(IN_ALL):.1f} or more",
+        f"single ones {min(SINGLE):.1f} or more",
+        f"` {bounds((each for each in ON_RING if each < 0.8), '.2f')} (",
+    ],
+    "docs/limits.md": [
+        f"At most {len(MANY['workers'])} workers ran, on one machine, for "
+        f"{MANY['figures']['steps of a worker, mean']:.0f} steps each",
+        f"up to {int(LARGEST.split()[3]) / 1e6:.0f} million values",
+    ],
+    "docs/security.md": [
+        f"each other {medians('exchange', 'a TCP link through TLS')[0]} GB/s, without it "
+        f"{medians('exchange', 'a TCP link')[0]} (",
+    ],
+    "docs/shards.md": [
+        f"gossip trains on {GOSSIP_SLOW[0]:.0f} samples/s, HSDP on {HSDP_SLOW[0]:.0f}; with equal "
+        f"replicas both on {bounds([GOSSIP_EQUAL[0], HSDP_EQUAL[0]])}.",
+        f"{bounds([GOSSIP_SLOW[1], GOSSIP_EQUAL[1]])} MB beyond imports, with HSDP "
+        f"{bounds([HSDP_SLOW[1], HSDP_EQUAL[1]])}.",
+    ],
+    "docs/cli.md": [f"A [spare interpreter](concepts.md#words) ({SPARE})"],
+}
+UNMEASURED = (
+    "2⁻⁸ (0.4%) of each value", "| CPU | 2% | 5% |", "Losses within 3% count",
+    "25 to 28% more bytes", "[5% of a step]", "by up to 4% (runs that were not kept)",
+    "ended 10% after its budget", "warm-up over 5%", "idle for 59% of the time",
+    "by more than 1 to 2% after a few thousand steps",
+)  # fmt: skip
+"""Designs, theory, examples, what other tests run, and what has no results file."""
