@@ -169,7 +169,7 @@ class Links:
         self._queues: dict[tuple[int, int], deque[say.ExchangeMessage]] = {}
         self._begun: dict[say.ExchangeId, dict[int, Begin]] = {}
         self._open: dict[int, say.ExchangeId] = {}
-        self._proposed: set[say.ExchangeId] = set()
+        self._proposed: dict[say.ExchangeId, float] = {}  # with its gain
         self._carried: dict[int, list[tuple[int, ...]]] = {rank: [] for rank in graph}
         self._demands = dict.fromkeys(graph, 0)
         self._have_stopped: set[int] = set()
@@ -319,14 +319,15 @@ class Links:
                         assert self.pairings[rank].answers
                         assert rank not in self._have_stopped, "it asks no more"
                         assert message.id not in self._proposed
-                        self._proposed.add(message.id)
+                        self._proposed[message.id] = message.alpha_tilde
                         assert message.moments == self._due(rank)
                     if not self._is_cut(rank, peer):
                         self._queues[rank, peer].append(message)
                 case Begin(id=id):
                     assert rank not in self._open, f"rank {rank} exchanges twice at once"
                     if id.initiator != rank:
-                        assert action.alpha_tilde <= self.pairings[rank].alpha_tilde
+                        own = self.pairings[rank].alpha_tilde
+                        assert action.alpha_tilde == min(self._proposed[id], own)
                     self._open[rank] = id
                     self._begun.setdefault(id, {})[rank] = action
                 case _:

@@ -1,14 +1,17 @@
-"""The ledger notices what it is there to notice; of the invariants the mutants show it."""
+"""The ledger and the checks of a protocol notice what they are there to notice."""
 
 from functools import partial
 
 import pytest
 import torch
+from driven_worker import make_worker
+from simulated_faults.invariants import ProtocolChecks
 from simulated_faults.ledger import InvariantBroken, Ledger
 from simulated_faults.rows import FaultyRows
 
 from gossipdp.dynamics.phase import Phase
 from gossipdp.protocol.actions import Begin
+from gossipdp.protocol.exchange_rate import ExchangeRate
 from gossipdp.protocol.messages import ExchangeId
 from gossipdp_lab.simulate.population import Population, Training
 
@@ -50,3 +53,22 @@ def test_a_row_that_changes_by_itself_is_noticed():
     population.x[2, 0] += 1e-6
     with pytest.raises(InvariantBroken, match=r"the mean of x \+ c/2 is conserved"):
         ledger.check_sum(1.0)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "invariant"),
+    [
+        (lambda worker: worker.pairing._parked.update({5: None}), "waits only go up"),
+        (lambda worker: worker.pairing._refused.update({2: None}), "forgets no waiter"),
+        (lambda worker: worker.pairing.available.update({3: 1.0}), "of a lost link"),
+        (lambda worker: setattr(worker, "exchanges_failed", -1), "counts never fall"),
+        (lambda worker: setattr(worker.pairing, "backlog", 5), "demands are bounded"),
+        (lambda worker: worker.exchange_rate.__dict__.update(_tokens=5.0), "tokens are bounded"),
+    ],
+)
+def test_a_spoilt_protocol_is_noticed(spoil, invariant):
+    checks, worker = ProtocolChecks(), make_worker(0, 2, exchange_rate=ExchangeRate())
+    checks.check(worker)
+    spoil(worker)
+    with pytest.raises(InvariantBroken, match=invariant):
+        checks.check(worker)

@@ -48,15 +48,7 @@ LIES = ("stall", "lengths", "members", "deaths", "progress", "gains", "epochs", 
 
 @dataclass(frozen=True)
 class Adversary:
-    """One schedule.
-
-    Args:
-        seed: of all that is drawn.
-        rank: who lies.
-        lies: what about.
-        share: of its messages and exchanges that are lies.
-        is_ever_done: whether it ends its training.
-    """
+    """One schedule: who lies and what about, and the share of its messages that are lies."""
 
     seed: int
     graph: str

@@ -1,8 +1,9 @@
-"""Invariants of a run under faults, checked as it goes on.
+"""Invariants of simulated runs, checked as they go on.
 
-Every input of every worker's protocol is followed by :meth:`Invariants.after`, which looks at that
-worker alone; what becomes of parameters is checked by :class:`~simulated_faults.ledger.Ledger`
-at every exchange. What holds only in the end (:meth:`is_well`) is asked for now and then.
+Every input of every worker is followed by :meth:`ProtocolChecks.check`, on every simulated network
+with faults; and in a run of :mod:`simulated_faults.run` by :meth:`Invariants.after` too. What
+becomes of parameters is checked by :class:`~simulated_faults.ledger.Ledger` at every exchange. What
+holds only in the end (:meth:`Invariants.is_well`) is asked for now and then.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import ge
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -17,9 +19,10 @@ import torch
 from gossipdp.gossip.sums import Outcome
 from gossipdp.graph.constants import LiveGraph
 from gossipdp.protocol.actions import Begin, Stop, Withdrawn
+from gossipdp.protocol.exchange_rate import BURST, CEILING
 from gossipdp.protocol.members import Member, Status
-from gossipdp.protocol.pairing import Exchanging
-from gossipdp.protocol.worker import Action, WorkerProtocol
+from gossipdp.protocol.pairing import MAX_BACKLOG, Exchanging, Idle, Proposing
+from gossipdp.protocol.worker import MOST_AHEAD, MOST_OWED, Action, WorkerProtocol
 from simulated_faults.ledger import InvariantBroken, Ledger
 
 if TYPE_CHECKING:
@@ -33,11 +36,50 @@ MANY_DEMANDS = 12.0
 """None of so many expected exchanges comes by chance in one case of 160,000."""
 
 
+@final
+class ProtocolChecks:
+    """What must hold in a worker's protocol after each of its inputs, whoever the others are."""
+
+    def __init__(self) -> None:
+        self._counts: dict[WorkerProtocol, tuple[int, ...]] = {}
+
+    def check(self, worker: WorkerProtocol) -> None:
+        pairing, rate, progress = worker.pairing, worker.exchange_rate, worker.progress
+        state, parked = pairing.state, pairing._parked
+        peers = {*pairing.available, *parked, *pairing._refused, *pairing._resting}
+        peers |= {pairing.freed} - {None}
+        peers |= set() if isinstance(state, Idle) else {state.peer}
+        is_free = isinstance(state, Idle) and pairing.answers and pairing.freed is None
+        counts = (
+            *(progress.version, progress.total_samples, progress.total_steps),
+            *(worker.membership.version, worker.incarnation),
+            *(worker.clock.steps, worker.clock.num_ticks, worker.proposals_unanswered),
+            *(worker.exchanges_initiated, worker.exchanges_answered, worker.exchanges_failed),
+        )
+        before = self._counts.get(worker, counts)
+        self._counts[worker] = counts
+        for invariant, holds in (
+            (
+                "waits only go up in rank",
+                not parked or (isinstance(state, Proposing) and max(parked) < worker.rank),
+            ),
+            ("who is free forgets no waiter", not (is_free and pairing._refused)),
+            ("nothing is kept of a lost link", all(peer in worker.peers for peer in peers)),
+            ("counts never fall", all(map(ge, counts, before))),
+            ("demands are bounded", 0 <= pairing.backlog <= MAX_BACKLOG),
+            ("what is owed is bounded", -MOST_AHEAD <= worker._owed <= MOST_OWED),
+            ("a rate is bounded", rate is None or 0.0 < rate.rate <= CEILING),
+            ("tokens are bounded", rate is None or 0.0 <= rate._tokens <= BURST),
+        ):
+            if not holds:
+                details = f"rank {worker.rank} is {state}; {peers}; counts {counts}, were {before}"
+                raise InvariantBroken(invariant, details)
+
+
 @dataclass
 class _Seen:
     """The last look at one process."""
 
-    total_steps: int = 0
     members_version: int = -1
     members: dict[int, Member] = field(default_factory=dict)
     num_exchanges: int = 0
@@ -95,10 +137,12 @@ class Invariants:
                     if running != id:
                         raise self._broken(ONE_AT_A_TIME, rank, f"stops {id} in {running}")
                     running = None
-                case Begin(id=id):
+                case Begin(id=id, peer=peer):
                     if running is not None:
                         raise self._broken(ONE_AT_A_TIME, rank, f"begins {id} while in {running}")
                     running = id
+                    asked_by_one_of_both = id.initiator in (rank, peer)
+                    self._expect(asked_by_one_of_both, "an exchange has two ends", rank, f"{id}")
                     # Its own alone: what is applied was sent when the other end began.
                     own = worker.membership.own.status
                     if own is Status.JOINING:
@@ -115,15 +159,10 @@ class Invariants:
             seen = self._seen[worker] = _Seen(
                 exchanged_s=network.engine.now, steps_before=self._ledger.steps[rank]
             )
-        total_steps = worker.progress.total_steps
-        if total_steps != seen.total_steps:
-            if total_steps < seen.total_steps:
-                known = f"{seen.total_steps} steps were known, now {total_steps}"
-                raise self._broken("progress never falls", rank, known)
-            if total_steps > self._ledger.total_steps:
-                taken = f"{total_steps} steps are known, {self._ledger.total_steps} were taken"
-                raise self._broken("progress never exceeds the truth", rank, taken)
-            seen.total_steps = total_steps
+        known, taken = worker.progress.total_steps, self._ledger.total_steps
+        if known > taken:
+            told = f"{known} steps are known, {taken} were taken"
+            raise self._broken("progress never exceeds the truth", rank, told)
         self._check_hunger(rank, worker, seen)
         state, running = worker.pairing.state, network.running(rank)
         id = state.id if isinstance(state, Exchanging) else None
@@ -135,6 +174,16 @@ class Invariants:
         self.num_inputs += 1
         if self.num_inputs % ACCOUNT_EVERY == 0:
             self._ledger.check_sum(network.engine.now)
+
+    def polled(self, rank: int) -> None:
+        """``rank`` has done what was due, so its next deadline lies ahead.
+
+        Only a tick may be due again: a new graph may have brought it nearer.
+        """
+        worker, now = self._network.workers[rank], self._network.engine.now
+        due_s = worker.next_deadline()
+        is_ahead = due_s > now or worker.clock.next_tick_at <= now
+        self._expect(is_ahead, "deadlines lie ahead", rank, f"it polls again at {due_s}")
 
     def _check_hunger(self, rank: int, worker: WorkerProtocol, seen: _Seen) -> None:
         now, pairing = self._network.engine.now, worker.pairing

@@ -15,6 +15,7 @@ from gossipdp.protocol.messages import DIALLED_MESSAGES, Envelope, ExchangeId, d
 from gossipdp.protocol.worker import Action, WorkerProtocol
 from gossipdp_lab.simulate.network import Conditions, Exchange, VirtualNetwork, Wire
 from simulated_faults.averaged_rows import AveragedRows, Frame, Links, SimulatedLink, no_parameters
+from simulated_faults.invariants import ProtocolChecks
 from simulated_faults.rows import FaultyPayload
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 10.0
@@ -84,6 +85,7 @@ class FaultyNetwork(VirtualNetwork):
         self._outbox: dict[tuple[int, int], list[Envelope]] = {}
         self._faulty_payload = payload or FaultyPayload()
         self.sums: dict[WorkerProtocol, Sums] = {}
+        self._checks = ProtocolChecks()
         self._ends_of: dict[Wire, dict[int, SimulatedLink]] = {}
         self._pumping: set[int] = set()
         self._chunk_s = chunk_s
@@ -295,6 +297,7 @@ class FaultyNetwork(VirtualNetwork):
             self._pumping.discard(rank)
         if rank not in self.crashed:
             self._set_alarm(rank)
+        self._checks.check(self.workers[rank])
         self.after(rank, actions)
 
     def end_step(self, rank: int, worker: WorkerProtocol) -> None:

@@ -96,6 +96,11 @@ class WatchedNetwork(FaultyNetwork):
             elif self._is_ending:
                 self._lose_frame(rank, action)
 
+    def poll(self, rank: int) -> None:
+        super().poll(rank)
+        if rank not in self.crashed and rank not in self._stalled_until:
+            self.invariants.polled(rank)
+
     def stop_losses(self) -> None:
         """From now on no message and no exchange loses its link."""
         self._delays_s.clear()
