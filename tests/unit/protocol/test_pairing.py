@@ -78,12 +78,6 @@ def asking() -> Pairing:
     return pairing
 
 
-def test_tick_proposes_to_the_first_of_the_policy():
-    pairing = make_pairing()
-    assert pairing.tick() == [proposes(2, 1)]
-    assert pairing.state == Proposing(2, say.Propose(own(1), 0.9), (8,))
-
-
 @pytest.mark.parametrize(
     ("event", "given"), [("lost", 2), ("unanswered", 2), ("set_available", {8: 0.5})]
 )
