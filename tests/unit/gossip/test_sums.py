@@ -152,18 +152,6 @@ def test_the_mean_of_equal_workers_is_what_they_hold():
     assert torch.equal(root.outcome()[0], x)
 
 
-def test_integers_are_those_of_the_leader_and_floats_the_mean():
-    member = Member(1, torch.tensor([1.0, 2.0]))
-    mean, integers = torch.tensor([4.0, 6.0]), torch.tensor([7, 8])
-    member.land(RESULT, 0, mean)
-    member.land(RESULT, 0, integers, index=1)
-    assert member.said == [("result", 0, 0, 25.0), ("result", 0, 1, 0.0)]
-    values = member.outcome()
-    assert torch.equal(values[0], mean)
-    assert torch.equal(values[1], integers)
-    assert member.x.x.tolist() == [1.0, 2.0]
-
-
 def test_a_sum_that_is_sent_again_has_the_same_values():
     member = Member(1, torch.tensor([1.0, 2.0]))
     member.perform([do.SendPartial(0, EPOCH, 0)])
