@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from gossipdp.gossip.sums import Outcome
 from gossipdp.graph.constants import LiveGraph
 from gossipdp.protocol.actions import Begin, Stop, Withdrawn
 from gossipdp.protocol.exchange_rate import BURST, CEILING
@@ -83,28 +82,18 @@ class _Seen:
     members_version: int = -1
     members: dict[int, Member] = field(default_factory=dict)
     num_exchanges: int = 0
-    exchanged_s: float = 0.0
-    """When it last finished an exchange, or began to live."""
+    exchanged_s: float = 0.0  # or when it began to live
     hungry_since_s: float = math.inf
     """Since when it has had a demand, somebody to exchange with, and no exchange."""
-    steps_before: int = 0
-    """Gradient steps of older processes of its rank."""
+    steps_before: int = 0  # of older processes of its rank
 
 
 @final
 class Invariants:
     """Watches a network.
 
-    Args:
-        network: what is watched.
-        ledger: the account of its rows.
-        live_graph: the graph over any set of live workers.
-        step_s: mean duration of a gradient step.
-        longest_hunger_s: how long a demand may go unserved while somebody could serve it.
-
-    Attributes:
-        num_inputs: looked at so far.
-        hungriest_s: the longest that a demand went unserved.
+    ``longest_hunger_s``: how long a demand may go unserved while somebody could serve it;
+    ``hungriest_s``: the longest that one went unserved.
     """
 
     def __init__(
@@ -141,13 +130,11 @@ class Invariants:
                     if running is not None:
                         raise self._broken(ONE_AT_A_TIME, rank, f"begins {id} while in {running}")
                     running = id
-                    asked_by_one_of_both = id.initiator in (rank, peer)
-                    self._expect(asked_by_one_of_both, "an exchange has two ends", rank, f"{id}")
+                    is_of_both = id.initiator in (rank, peer)
+                    self._expect(is_of_both, "one of both ends has asked", rank, f"{id}")
                     # Its own alone: what is applied was sent when the other end began.
-                    own = worker.membership.own.status
-                    if own is Status.JOINING:
-                        invariant = "nobody exchanges without parameters"
-                        raise self._broken(invariant, rank, f"it is {own.name}")
+                    has_state = worker.membership.own.status is not Status.JOINING
+                    self._expect(has_state, "nobody exchanges without parameters", rank, f"{id}")
 
     def after(self, rank: int) -> None:
         """``rank`` has performed what an input asked for."""
@@ -272,9 +259,12 @@ class Invariants:
             committed = averaged.committed.get(rank)
             if committed is None:
                 raise self._broken("all hold the same bits", rank, "it left without a result")
-            one, other = committed.outcome, averaged.committed[live[0]].outcome
-            same = _numbers(one) == _numbers(other)
-            self._expect(same, "all hold the same bits", rank, f"{one} is not {other}")
+            first = averaged.committed[live[0]]
+            one, other = committed.outcome, first.outcome
+            numbers = one.num_workers, one.consensus_distance
+            same = numbers == (other.num_workers, other.consensus_distance)
+            same &= torch.equal(committed.result, first.result)
+            self._expect(same, "all hold the same bits", rank, f"{committed} is not {first}")
             entries, _ = worker.progress.news()
             for number in live:
                 peer = network.workers[number]
@@ -283,7 +273,6 @@ class Invariants:
                 true = self._ledger.steps[number] - self._seen[peer].steps_before
                 details = f"{known} steps are known of rank {number}, which took {true}"
                 self._expect(known == true, "progress is whole at the end", rank, details)
-        self._expect(averaged.is_same_everywhere(live), "all hold the same bits", live[0], "")
         ended = [averaged.committed[rank] for rank in live]
         if ended[0].outcome.num_workers == len(live):  # none of those that it is over has died
             mean = torch.stack([each.given for each in ended]).mean(dim=0)
@@ -303,7 +292,3 @@ class Invariants:
     def _broken(self, invariant: str, rank: int, details: str) -> InvariantBroken:
         where = f"rank {rank} at {self._network.engine.now:.6f} s"
         return InvariantBroken(invariant, f"{where}: {details}")
-
-
-def _numbers(outcome: Outcome) -> tuple[int, float]:
-    return outcome.num_workers, outcome.consensus_distance
