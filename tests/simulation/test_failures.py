@@ -155,21 +155,6 @@ def test_both_halves_of_a_partition_go_on_and_merge(graph_name):
     check_end(network)
 
 
-def test_down_to_one_worker_and_to_the_end():
-    network = make_network("ring", 5)
-    for victim in (2, 0, 4):
-        network.crash(victim)
-        run_on(network, 3.0)
-        check_agreement(network)
-    network.crash(1)
-    run_on(network, 3.0)
-    assert network.workers[3].neighbours == frozenset()
-    steps = network.workers[3].clock.steps
-    run_on(network, 5.0)
-    assert network.workers[3].clock.steps > steps
-    check_end(network)
-
-
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_a_stop_in_the_end_does_not_hold_it_up(has_begun):
     """Stop one that still trains, or the leader in the midst of consolidation."""

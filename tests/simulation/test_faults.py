@@ -60,6 +60,12 @@ def test_a_restarted_worker_and_a_joiner_take_parameters_and_consolidate():
     assert outcome.num_consolidated == 9
 
 
+def test_down_to_one_worker_and_to_the_end():
+    deaths = tuple(faults.Crash(at_s, rank) for at_s, rank in ((1.0, 2), (2.5, 0), (4.0, 1)))
+    outcome = expect_whole(FaultSchedule(seed=1, num_workers=4, faults=deaths))
+    assert outcome.num_consolidated == 1
+
+
 def test_one_that_stands_still_halts_the_others_for_less_than_half_the_timeout():
     """Its neighbours withdraw their proposals; but for one, perhaps, who is exchanging with it."""
     stall = FaultSchedule(seed=0, num_workers=4, faults=(faults.Stall(2.0, 1, 0.95),))
