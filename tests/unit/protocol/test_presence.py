@@ -192,7 +192,7 @@ def test_a_new_process_does_not_inherit_the_rest_of_the_former_one():
 
 
 def after_a_sleep(
-    ending: Status, *, heard_s: float | None = None, died_s: float = 9.0
+    ending: Status, *, heard_s: float | None = None, died_s: float = 9.0, has_left: bool = False
 ) -> list[LeftBehind]:
     """Let worker 0 sleep from 2 to 6 s, and both others end at ``died_s``, seen there or at 9 s."""
     watcher = Watcher()
@@ -203,6 +203,8 @@ def after_a_sleep(
     watcher.presence.slept(2.0, 6.0)
     if heard_s is not None:
         watcher.presence.heard(2, heard_s)
+    if has_left:
+        watcher.membership.set_status(Status.LEFT)
     watcher.membership.merge_all(ended)
     actions = watcher.presence.review(9.0, has_changed=True)
     actions += watcher.presence.review(9.1, has_changed=False)
@@ -220,16 +222,7 @@ def test_one_that_stood_still_is_left_behind_unless_it_was_among_others_again(en
 
 def test_a_last_survivor_goes_on_even_if_it_sleeps():
     assert after_a_sleep(Status.DEAD, died_s=1.5) == []
-
-
-def test_one_that_has_left_itself_is_not_left_behind():
-    watcher = Watcher()
-    watcher.look(1.0, Member(1, 0, 101))
-    watcher.presence.slept(2.0, 6.0)
-    watcher.membership.set_status(Status.LEFT)
-    watcher.membership.merge(Member(1, 0, 101, Status.LEFT))
-    actions = watcher.presence.review(7.0, has_changed=True)
-    assert of_type(actions, LeftBehind) == []
+    assert after_a_sleep(Status.LEFT, has_left=True) == [], "it has left itself"
 
 
 # --- rivals and joiners --------------------------------------------------------------------

@@ -10,7 +10,7 @@ from gossipdp.graph.topology import build_graph
 from gossipdp.protocol import messages as say
 from gossipdp.protocol.actions import Begin, Send, Stop, Unlink
 from gossipdp.protocol.members import Status
-from gossipdp.protocol.pairing import Exchanging, Idle, Proposing
+from gossipdp.protocol.pairing import Idle, Proposing
 from gossipdp.protocol.peers import FIRST_WAIT_S
 from gossipdp.protocol.worker import Action, WorkerProtocol
 
@@ -195,15 +195,6 @@ def test_the_dead_and_departed_are_not_available_but_the_done_are():
         assert (0 in worker.pairing.available) is (status in (Status.ALIVE, Status.DONE))
 
 
-def test_news_is_told_once_a_link_and_anew_on_a_new_one():
-    worker = make_worker()
-    for peer, now in ((0, 0.0), (2, 1.2)):
-        (hello,) = worker.link_up(peer, now)
-        assert [known.rank for known in hello.message.members] == list(range(6))
-        news = of_type(worker.poll(now + 1.1), Send)
-        assert all(action.message.members == () for action in news)
-
-
 def test_news_does_not_wait_for_the_heartbeat():
     worker = make_worker(0, 2)
     run(worker, 0.0, 1.0, {0, 2})
@@ -242,18 +233,7 @@ def test_hold_and_release():
     assert not worker.clock.is_paused
 
 
-def test_done_asks_no_more_but_answers():
-    worker = make_worker(0, 2)
-    worker.receive(0, tell(member(0)), 0.1)
-    worker.done(0.1)
-    assert worker.membership.own.status is Status.DONE
-    assert worker.pairing.tick() == []
-    assert worker.clock.is_paused
-    assert isinstance(said(worker.receive(0, ask(0), 0.2))[0], say.Accept)
-    assert isinstance(worker.pairing.state, Exchanging)
-
-
-def test_done_is_announced_once_its_own_proposal_is_settled():
+def test_done_is_announced_once_its_own_proposal_is_settled_and_then_it_only_answers():
     worker = make_worker(0, 2)
     worker.receive(0, tell(member(0)), 0.1)  # who trains, and is waited for
     state = ask_others(worker, 0.1)
@@ -263,3 +243,6 @@ def test_done_is_announced_once_its_own_proposal_is_settled():
     assert worker.membership.own.status is Status.ALIVE
     worker.finished(state.id, 0.4)
     assert worker.membership.own.status is Status.DONE
+    assert worker.pairing.tick() == []
+    assert worker.clock.is_paused
+    assert isinstance(said(worker.receive(0, ask(0), 0.5))[0], say.Accept)
