@@ -266,34 +266,28 @@ def judged(blame: Blame):
     return verdicts[-1]
 
 
-def test_whom_the_root_does_not_hear_may_be_heard_by_others():
+@pytest.mark.parametrize(
+    "attempts",
+    [
+        # The root does not hear its child; others may.
+        [([(0, 1, False)], set(), {1}), ([(3, 1, True)], {1}, {1})],
+        # Of two, one of whom accuses the other, both are suspect. A suspect stalls no other.
+        [([(2, 5, True)], set(), {2, 5}), ([(4, 5, True)], {5}, {2, 5})],
+        # Who waits for another is not to blame.
+        [([(0, 1, True), (1, 3, True)], set(), {1, 3})],
+    ],
+)
+def test_accused_and_accuser_are_suspect_and_a_suspect_that_stalls_again_is_left_out(attempts):
+    """Of each attempt: who accused which, and is heard; who is left out; and who is suspect."""
     blame = Blame(0)
-    blame.said(0, stalled(1, is_heard=False))
-    assert judged(blame) == {}
-    assert blame.suspects == {1}
-    assert blame.begin([1, 2, 3]) == ([2, 3, 1], True)
-    blame.said(3, stalled(1))
-    assert judged(blame) == {1: "1 it is"}
-
-
-def test_of_two_one_of_whom_accuses_the_other_both_are_suspect():
-    blame = Blame(0)
-    blame.said(2, stalled(5))
-    assert judged(blame) == {}
-    assert blame.suspects == {2, 5}
-    assert blame.begin([1, 2, 3, 4, 5]) == ([1, 3, 4, 2, 5], True)
-    assert blame.begin([1, 3]) == ([1, 3], False)
-    blame.said(4, stalled(5))
-    assert judged(blame) == {5: "5 it is"}
-    assert blame.suspects == {2, 5}, "whom a suspect stalls is none for it"
-
-
-def test_who_waits_for_another_itself_is_not_to_blame():
-    blame = Blame(0)
-    blame.said(0, stalled(1))
-    blame.said(1, stalled(3))
-    assert judged(blame) == {}
-    assert blame.suspects == {1, 3}
+    for said, left_out, suspects in attempts:
+        for accuser, rank, is_heard in said:
+            blame.said(accuser, stalled(rank, is_heard))
+        assert judged(blame) == {rank: f"{rank} it is" for rank in left_out}
+        assert blame.suspects == suspects
+        others = sorted({1, 2, 3, 4, 5} - suspects)
+        assert blame.begin(range(1, 6)) == ([*others, *sorted(suspects)], True)
+    assert blame.begin(others) == (others, False), "none of these is suspect"
 
 
 def test_an_attempt_never_ends_without_a_consequence():
