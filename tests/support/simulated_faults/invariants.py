@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import ge
 from typing import TYPE_CHECKING, final
 
@@ -64,6 +65,7 @@ class ProtocolChecks:
             ),
             ("who is free forgets no waiter", not (is_free and pairing._refused)),
             ("nothing is kept of a lost link", all(peer in worker.peers for peer in peers)),
+            ("the available can exchange", all(map(partial(_can, worker), pairing.available))),
             ("counts never fall", all(map(ge, counts, before))),
             ("demands are bounded", 0 <= pairing.backlog <= MAX_BACKLOG),
             ("what is owed is bounded", -MOST_AHEAD <= worker._owed <= MOST_OWED),
@@ -73,6 +75,13 @@ class ProtocolChecks:
             if not holds:
                 details = f"rank {worker.rank} is {state}; {peers}; counts {counts}, were {before}"
                 raise InvariantBroken(invariant, details)
+
+
+def _can(worker: WorkerProtocol, peer: int) -> bool:
+    """Return whether this peer is heard, has not said that it is closed, and is not known dead."""
+    link, member = worker.peers._links.get(peer), worker.membership.get(peer)
+    is_open = link is not None and not link.is_silent and not link.is_closed
+    return is_open and (member is None or member.is_live)
 
 
 @dataclass
