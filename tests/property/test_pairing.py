@@ -16,6 +16,7 @@ from gossipdp.protocol.actions import Begin, Send
 from gossipdp.protocol.pairing import MAX_BACKLOG, Exchanging, Idle, MomentsDue, Pairing, Proposing
 
 INCARNATION = 7
+PERIODS, MOST_STEPS = (1, 2, 4), 6  # of moments
 ANSWER = say.Accept | say.Busy
 
 
@@ -47,7 +48,9 @@ class Links:
         self._begun: dict[say.ExchangeId, dict[int, Begin]] = {}
         self._open: dict[int, say.ExchangeId] = {}
         self._proposed: dict[say.ExchangeId, float] = {}  # with its gain
-        self._carried: dict[int, list[tuple[int, ...]]] = {rank: [] for rank in graph}
+        self._num_exchanges, self._num_steps = dict.fromkeys(graph, 0), dict.fromkeys(graph, 0)
+        # Both counts as moments of each period travelled last.
+        self._carried = {rank: dict.fromkeys(PERIODS, (0, 0)) for rank in graph}
         self._demands = dict.fromkeys(graph, 0)
         self._have_stopped: set[int] = set()
         self.pairings = {
@@ -56,7 +59,7 @@ class Links:
                 incarnation=INCARNATION,
                 policy=NEIGHBOUR_POLICIES[policy](Random(random.random())),
                 alpha_tilde=random.uniform(0.5, 2.0),
-                moments_due=MomentsDue((1, 2, 3)),
+                moments_due=MomentsDue(PERIODS, MOST_STEPS),
             )
             for rank in graph
         }
@@ -76,6 +79,9 @@ class Links:
                 if rank not in self._have_stopped:
                     self._demands[rank] = min(MAX_BACKLOG, self._demands[rank] + 1)
                 self._do(rank, pairing.tick())
+            case "step":
+                pairing.moments_due.step()
+                self._num_steps[rank] += 1
             case "deliver" if waiting:
                 self._deliver(self._random.choice(waiting))
             case "finish" if ready:
@@ -155,13 +161,12 @@ class Links:
         )
 
     def _due(self, rank: int) -> tuple[int, ...]:
-        """Return the periods of which no complete exchange of a worker lately carried any."""
-        carried = self._carried[rank]
+        """Return the periods of which no exchange lately, or in many steps, carried any."""
+        exchanges, steps = self._num_exchanges[rank] + 1, self._num_steps[rank]
         return tuple(
             period
-            for period in (1, 2, 3)
-            if len(carried) >= period - 1
-            and not any(period in moments for moments in carried[len(carried) - period + 1 :])
+            for period, (exchanges_then, steps_then) in self._carried[rank].items()
+            if exchanges - exchanges_then >= period or steps - steps_then >= MOST_STEPS
         )
 
     def _are_on_way(self, sender: int, receiver: int, kinds: Any) -> bool:
@@ -184,7 +189,9 @@ class Links:
         id = self._open.pop(rank)
         if id.initiator == rank:
             self._demands[rank] = max(0, self._demands[rank] - 1)
-        self._carried[rank].append(self._begun[id][rank].moments)
+        self._num_exchanges[rank] += 1
+        counts = self._num_exchanges[rank], self._num_steps[rank]
+        self._carried[rank] |= dict.fromkeys(self._begun[id][rank].moments, counts)
         self._do(rank, self.pairings[rank].finished(id))
 
     def _break(self, edge: frozenset[int], unheard: set[int]) -> None:
@@ -229,7 +236,7 @@ def test_after_every_event_each_wait_has_something_that_ends_it(graph, policy, s
     No worker is in two exchanges at a time, and both ends begin with the smaller gain.
     """
     links = Links(graph, policy, Random(seed))
-    usual = "tick deliver deliver deliver finish finish close open gain"
+    usual = "tick step deliver deliver deliver finish finish close open gain"
     unusual = "late cut abort stop hear hear link link"
     for _ in range(400):
         links.happen(usual if is_calm else f"{usual} {unusual}")

@@ -1,6 +1,5 @@
 """Transitions of the pairing, one at a time; sequences of them: tests/property/test_pairing.py."""
 
-import itertools
 from collections.abc import Mapping
 from random import Random
 
@@ -9,7 +8,7 @@ import pytest
 from gossipdp.protocol import messages as say
 from gossipdp.protocol.actions import Begin, Send, Stop, Withdrawn
 from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
-from gossipdp.protocol.pairing import Exchanging, Idle, MomentsDue, Pairing, Proposing
+from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, Proposing
 
 
 class InRankOrder(NeighbourPolicy):
@@ -210,28 +209,3 @@ def test_an_accept_with_more_than_was_proposed_is_refused():
         pairing.receive(2, say.Accept(own(1), 0.91))
     pairing.lost(2)
     assert pairing.state == Proposing(8, say.Propose(own(2), 0.9), ())
-
-
-@pytest.mark.parametrize(
-    ("num_steps", "comm_rate", "between"),
-    [
-        *((250, 4.0, 4), (250, 1.0, 4), (250, 1 / 8, 4)),
-        # Sooner, where so many steps have passed.
-        *((2.5, 4.0, 4), (2.5, 1.0, 3), (16, 1 / 8, 2), (5, 1 / 8, 1)),
-    ],
-)
-def test_one_exchange_in_four_carries_moments_and_more_where_these_are_rare(
-    num_steps, comm_rate, between
-):
-    moments = MomentsDue([4], num_steps)
-    number, carrying, due = 0, [], 0.0
-    for _ in range(240):
-        moments.step()
-        due += comm_rate
-        while due >= 1.0:
-            due -= 1.0
-            number += 1
-            if moments.now():
-                carrying.append(number)
-            moments.exchanged(moments.now())
-    assert {after - before for before, after in itertools.pairwise(carrying)} == {between}
