@@ -83,7 +83,9 @@ class Links:
                 pairing.moments_due.step()
                 self._num_steps[rank] += 1
             case "deliver" if waiting:
-                self._deliver(self._random.choice(waiting))
+                sender, receiver = self._random.choice(waiting)
+                message = self._queues[sender, receiver].popleft()
+                self._do(receiver, self.pairings[receiver].receive(sender, message))
             case "finish" if ready:
                 self._finish(self._random.choice(ready))
             case "abort":
@@ -105,7 +107,9 @@ class Links:
             case "cut":
                 edge = self._random.choice(sorted(self._edges, key=sorted))
                 if edge not in self._cut:
-                    self._break(edge, set(edge))
+                    for ends in permutations(edge):
+                        self._queues[ends].clear()
+                    self._cut[edge] = set(edge)
             case "hear" if unheard:
                 edge, end = self._random.choice(unheard)
                 self._cut[edge].remove(end)
@@ -180,11 +184,6 @@ class Links:
             ends = [edge - {rank} for edge in self._edges - self._cut.keys() if rank in edge]
             self._do(rank, pairing.set_available({peer: 1.0 for (peer,) in ends}))
 
-    def _deliver(self, ends: tuple[int, int]) -> None:
-        sender, receiver = ends
-        message = self._queues[ends].popleft()
-        self._do(receiver, self.pairings[receiver].receive(sender, message))
-
     def _finish(self, rank: int) -> None:
         id = self._open.pop(rank)
         if id.initiator == rank:
@@ -193,11 +192,6 @@ class Links:
         counts = self._num_exchanges[rank], self._num_steps[rank]
         self._carried[rank] |= dict.fromkeys(self._begun[id][rank].moments, counts)
         self._do(rank, self.pairings[rank].finished(id))
-
-    def _break(self, edge: frozenset[int], unheard: set[int]) -> None:
-        for ends in permutations(edge):
-            self._queues[ends].clear()
-        self._cut[edge] = unheard
 
     def _do(self, rank: int, actions: Iterable[Any]) -> None:
         for action in actions:

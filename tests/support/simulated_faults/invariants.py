@@ -166,7 +166,12 @@ class Invariants:
             parted = f"the protocol is in {id}, its driver in {running}"
             raise self._broken(ONE_AT_A_TIME, rank, parted)
         if worker.membership.version != seen.members_version:
-            self._check_members(rank, worker, seen)
+            seen.members_version = worker.membership.version
+            for member in worker.membership.members():
+                before = seen.members.get(member.rank, member)
+                if before is not member and before > member:
+                    raise self._broken("views only grow", rank, f"{before} became {member}")
+                seen.members[member.rank] = member
         self.num_inputs += 1
         if self.num_inputs % ACCOUNT_EVERY == 0:
             self._ledger.check_sum(network.engine.now)
@@ -204,16 +209,6 @@ class Invariants:
             raise self._broken(
                 NO_DEADLOCK, rank, f"a demand unserved for {hungry_s:.3f} s; {state}"
             )
-
-    def _check_members(self, rank: int, worker: WorkerProtocol, seen: _Seen) -> None:
-        for member in worker.membership.members():
-            known = seen.members.get(member.rank)
-            if known is member:
-                continue
-            if known is not None and known != member and not member > known:
-                raise self._broken("views only grow", rank, f"{known} became {member}")
-            seen.members[member.rank] = member
-        seen.members_version = worker.membership.version
 
     # --- in the end ------------------------------------------------------------------------
 

@@ -244,11 +244,19 @@ class _Run(FaultyNetwork):
 
     def after(self, rank: int, actions: Sequence[Action]) -> None:
         self.invariants.after(rank)
+        now = self.engine.now
         for action in actions:
-            if isinstance(action, Begin):
-                self._lose_exchange(rank, action)
-            elif self._is_ending:
-                self._lose_frame(rank, action)
+            match action:
+                case Begin(peer=peer):
+                    delay_s = self._delays_s.pop(self._num_begins, None)
+                    self._num_begins += 1
+                    if delay_s is not None:
+                        self.engine.at(now + delay_s, partial(self.cut, rank, peer))
+                case Finished() if self._is_ending:
+                    self.engine.at(now + LEAVES_AFTER_S, partial(self._leave, self.workers[rank]))
+                case Send(peer=peer, message=envelope) if self._is_ending:
+                    if isinstance(envelope.message, ConsolidationMessage | ReductionMessage):
+                        self._count_frame(rank, peer)
 
     def poll(self, rank: int) -> None:
         super().poll(rank)
@@ -259,21 +267,6 @@ class _Run(FaultyNetwork):
         super().send_chunk(wire, rank, peer, frame)
         if self._is_ending:
             self._count_frame(rank, peer)
-
-    def _lose_exchange(self, rank: int, begin: Begin) -> None:
-        delay_s = self._delays_s.pop(self._num_begins, None)
-        self._num_begins += 1
-        if delay_s is not None:
-            self.engine.at(self.engine.now + delay_s, partial(self.cut, rank, begin.peer))
-
-    def _lose_frame(self, rank: int, action: Action) -> None:
-        match action:
-            case Finished():
-                leave = partial(self._leave, self.workers[rank])
-                self.engine.at(self.engine.now + LEAVES_AFTER_S, leave)
-            case Send(peer=peer, message=envelope):
-                if isinstance(envelope.message, ConsolidationMessage | ReductionMessage):
-                    self._count_frame(rank, peer)
 
     def _count_frame(self, rank: int, peer: int) -> None:
         kind = self._ending.get(self._num_frames)
