@@ -1,8 +1,6 @@
-"""Exchanges in each wire format, two workers in one thread; and the locks, with two threads."""
+"""Exchanges in each wire format, two workers in one thread."""
 
 import math
-import sys
-import threading
 from random import Random
 
 import pytest
@@ -129,81 +127,6 @@ def test_an_exchange_ends_although_a_state_travels_on_its_link(name):
                 links[here].queue.popleft()
             while links[here].queued_of(other) < 2:
                 links[here].send_chunk(other, ChunkKey(0, 0, 1, 0), memoryview(b"state"))
-
-
-@pytest.fixture
-def switching_often():
-    """Let threads take turns many times a millisecond: all orders are met, and none waits 5 ms."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
-# Few and large chunks, so that threads meet; or more, and two helpers at each boundary.
-@pytest.mark.parametrize(("kernels", "num_chunks"), [("torch", 2), ("numba", 7)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_threads_lose_nothing(switching_often, monkeypatch, kernels, dtype, num_chunks):
-    """Boundary, step and reading race snapshot and exchange, on the kernels that training uses.
-
-    All numbers are multiples of 2**-8 and small, so every sum is exact: in the end x + pending is
-    where it began, plus all steps, less half of all differences; and c is less all of them. If a
-    thread wrote a chunk without its lock, some would be lost. (A step of bfloat16 parameters
-    rounds, so those take none.)
-    """
-    x = torch.zeros(300_000, dtype=dtype)
-    if num_chunks > 2:
-        monkeypatch.setattr("gossipdp.dynamics.state.LEAST_HELPED_VALUES", x.numel())
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    segment = Segment(x, Role.TRAINED, chunk_bytes=x.nbytes // num_chunks)
-    state = State([segment])
-    state.compile(kernels)
-    assert state.kernels == kernels
-    try:
-        for seed in range(8):
-            race(segment, state, seed)
-    finally:
-        state.end_helpers()
-
-
-def race(segment: Segment, state: State, seed: int) -> None:
-    """Run eight rounds of exchanges (more would round in float32) beside as many boundaries."""
-    for chunk in state.chunks:
-        chunk.replace(torch.zeros_like(chunk.x))
-    total = torch.zeros(segment.x.numel())
-    failures = []
-
-    def gossip() -> None:
-        try:
-            random = Random(seed)
-            for _ in range(8):
-                for chunk, differences in segment.split(total):
-                    mine = torch.empty(chunk.num_elements)
-                    peers = torch.full_like(mine, float(2 * random.randint(-2, 2)))
-                    assert chunk.snapshot(0.0, mine)
-                    norm = chunk.exchange(0.0, mine, peers, 1.5)
-                    # All are equal, and torch.dot, in float32 on one thread, drifts 3e-4 with them.
-                    assert norm == pytest.approx(float((mine - peers).square().sum()), rel=1e-3)
-                    differences += mine - peers
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=gossip)
-    thread.start()
-    num_steps, out = 0, torch.empty_like(segment.x)
-    while thread.is_alive():
-        if num_steps < 8 and segment.x.dtype is torch.float32:
-            segment.x += 2.0  # as an optimizer steps: without a lock
-            num_steps += 1
-            for chunk, room in segment.split(out):
-                chunk.read(room)
-        state.boundary(0.0)
-    thread.join()
-    assert not failures, failures
-    state.boundary(0.0, wait=True)
-    x = segment.x.double() + segment.pending.double()
-    assert torch.equal(x, 2.0 * num_steps - 0.5 * total.double())
-    assert torch.equal(segment.c.double(), -total.double())
 
 
 def mixed_state(seed: int) -> State:
