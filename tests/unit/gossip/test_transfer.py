@@ -131,6 +131,13 @@ def ends() -> tuple[End, End]:
     return giver, taker
 
 
+def given(giver: End, taker: End, *, is_whole: bool = False) -> object:
+    """Let ``taker`` fetch a state; return how that has ended."""
+    (taker.fetch_whole if is_whole else taker.fetch)(0)
+    deliver(giver, taker)
+    return taker.ended[-1]
+
+
 def has_taken(giver: End, taker: End) -> bool:
     return all(torch.equal(x, y) for x, y in zip(giver.values, taker.values, strict=True))
 
@@ -138,13 +145,9 @@ def has_taken(giver: End, taker: End) -> bool:
 def test_who_has_no_state_yet_is_asked_again(ends):
     giver, taker = ends
     giver.transfers.has_state = False
-    taker.fetch(0)
-    deliver(giver, taker)
-    assert isinstance(taker.ended.pop(), transfer.NoStateYetError)
+    assert isinstance(given(giver, taker), transfer.NoStateYetError)
     giver.transfers.has_state = True
-    taker.fetch(0)
-    deliver(giver, taker)
-    assert taker.ended == [None]
+    assert given(giver, taker) is None
     assert has_taken(giver, taker)
 
 
@@ -245,9 +248,7 @@ def test_what_is_given_takes_two_chunks_of_memory(ends):
 def test_a_text_that_cannot_be_one_is_not_taken(ends, text, message):
     giver, taker = ends
     giver.keep(5, text=text)
-    taker.fetch_whole(0)
-    deliver(giver, taker)
-    (error,) = taker.ended
+    error = given(giver, taker, is_whole=True)
     assert isinstance(error, PeerLostError)
     assert message in str(error)
     # Unasked for.
@@ -300,11 +301,8 @@ def test_a_link_that_breaks_again_and_again_ends_what_begins_anew_each_time(ends
 def test_who_has_nothing_to_give_says_so(ends, caplog):
     giver, taker = ends
     giver.refusal = "it is poisoned"
-    taker.fetch(0)
-    deliver(giver, taker)
-    taker.fetch_whole(0)
-    deliver(giver, taker)
-    assert ["it is poisoned" in str(error) for error in taker.ended] == [True, True]
+    for is_whole in (False, True):
+        assert "it is poisoned" in str(given(giver, taker, is_whole=is_whole))
     assert taker.transfers.num_chunks_received == 0
     giver.refusal = None
 
@@ -313,9 +311,7 @@ def test_who_has_nothing_to_give_says_so(ends, caplog):
 
     giver.transfers.offer = broken
     for _ in range(2):
-        taker.fetch_whole(0)
-        deliver(giver, taker)
-        assert "described" in str(taker.ended[-1])
+        assert "described" in str(given(giver, taker, is_whole=True))
     (said,) = [each.getMessage() for each in caplog.records if "described" in each.getMessage()]
     assert said.startswith("worker 1 cannot start from this worker's optimizer state")
 
@@ -336,10 +332,9 @@ def test_a_state_that_is_under_way_goes_on_where_consolidation_begins(ends, at):
     assert taker.ended == [None]
     for chunk, values in zip(taker.state.all_chunks, z, strict=True):
         assert torch.equal(chunk.x, values)
-    taker.fetch(0)
-    deliver(giver, taker)
-    assert isinstance(taker.ended[1], transfer.TurnedAwayError)
-    assert "it consolidates" in str(taker.ended[1])
+    error = given(giver, taker)
+    assert isinstance(error, transfer.TurnedAwayError)
+    assert "it consolidates" in str(error)
 
 
 @pytest.mark.parametrize("segment", [0, 1])
@@ -347,10 +342,7 @@ def test_poisoned_parameters_and_buffers_are_not_taken(ends, segment):
     giver, taker = ends
     giver.values[segment][-1] = torch.inf
     before = taker.values[segment][-5:].clone()
-    taker.fetch(0)
-    deliver(giver, taker)
-    (error,) = taker.ended
-    assert "NaN or infinity" in str(error)
+    assert "NaN or infinity" in str(given(giver, taker))
     assert taker.links[0].closed, "so that the rest is not sent"
     assert torch.equal(taker.values[segment][-5:], before)
 
