@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from simulated_faults.network import FaultyNetwork
 
 ONE_AT_A_TIME, NO_DEADLOCK = "one exchange at a time", "no deadlock"
-ACCOUNT_EVERY = 256
+ACCOUNT_EVERY = 32
 """Inputs between two looks at the sum over all rows."""
 MANY_DEMANDS = 12.0
 """None of so many expected exchanges comes by chance in one case of 160,000."""
@@ -139,8 +139,9 @@ class Invariants:
                     if running is not None:
                         raise self._broken(ONE_AT_A_TIME, rank, f"begins {id} while in {running}")
                     running = id
-                    is_of_both = id.initiator in (rank, peer)
-                    self._expect(is_of_both, "one of both ends has asked", rank, f"{id}")
+                    is_known = worker.membership.get(peer) is not None
+                    is_known &= id.initiator in (rank, peer)
+                    self._expect(is_known, "both ends are known", rank, f"{id} with {peer}")
                     # Its own alone: what is applied was sent when the other end began.
                     has_state = worker.membership.own.status is not Status.JOINING
                     self._expect(has_state, "nobody exchanges without parameters", rank, f"{id}")
