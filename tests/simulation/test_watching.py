@@ -7,7 +7,6 @@ import torch
 from driven_worker import make_worker
 from simulated_faults.invariants import ProtocolChecks
 from simulated_faults.ledger import InvariantBroken, Ledger
-from simulated_faults.rows import FaultyRows
 
 from gossipdp.dynamics.phase import Phase
 from gossipdp.protocol.actions import Begin
@@ -23,7 +22,7 @@ def make(*, momentum: bool = True) -> tuple[Ledger, Population]:
     population = Population(start, 2, momentum=momentum)
     phases = {rank: Phase(0.5, 1.0) for rank in range(3)}
     training = Training(None, partial(torch.optim.SGD, lr=0.1), population)
-    return Ledger(FaultyRows(training, phases)), population
+    return Ledger(training, phases), population
 
 
 def begin(ledger: Ledger, alpha_tildes: tuple[float, float] = (0.8, 0.8)) -> list[object]:

@@ -1,9 +1,8 @@
-"""Rows of simulated workers, where faults change graphs and bring joiners."""
+"""What faults do to the data of simulated workers: they change graphs, and bring joiners."""
 
 from torch import Tensor
 
 from gossipdp.protocol.actions import Rebuilt
-from gossipdp_lab.simulate.links import CarriedRows
 from gossipdp_lab.simulate.network import Payload
 from gossipdp_lab.simulate.population import Population
 
@@ -16,20 +15,6 @@ class FaultyPayload(Payload):
 
     def took_over(self, rank: int, peer: int, now_s: float) -> None:
         """``rank``, in no exchange, holds x + c/2 of ``peer`` now, with c = 0."""
-
-
-class FaultyRows(CarriedRows, FaultyPayload):
-    """The rows of a simulation, where graphs change and joiners come."""
-
-    def rebuilt(self, rank: int, graph: Rebuilt, now_s: float) -> None:
-        self.phases[rank].set_speed(graph.eta, graph.worker_rate, now_s)
-
-    def took_over(self, rank: int, peer: int, now_s: float) -> None:
-        population = self.population
-        row = population.x[peer].clone()
-        if population.c is not None:
-            row[: population.num_trained] += 0.5 * population.c[peer]
-        put(population, rank, row)
 
 
 def put(population: Population, rank: int, row: Tensor) -> None:

@@ -27,7 +27,6 @@ from simulated_faults.averaged_rows import AveragedRows, Frame
 from simulated_faults.invariants import Invariants
 from simulated_faults.ledger import InvariantBroken, Ledger
 from simulated_faults.network import FaultyNetwork
-from simulated_faults.rows import FaultyRows
 
 DIMENSION = 4
 NUM_CHUNKS = 3
@@ -102,7 +101,7 @@ class _Run(FaultyNetwork):
             for rank in range(num_rows)
         }
         training = Training(begun, partial(torch.optim.SGD, lr=0.1), self.population)
-        self.ledger = Ledger(FaultyRows(training, self.phases))
+        self.ledger = Ledger(training, self.phases)
         self.averaged = AveragedRows(self.population, NUM_CHUNKS)
         longest_s = _longest_hunger_s(schedule)
         self.invariants = Invariants(
