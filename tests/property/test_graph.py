@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import networkx as nx
 import numpy as np
 import pytest
@@ -72,16 +70,6 @@ def test_default_rates_respect_the_budget_and_the_degrees(graph, comm_rate):
 
 
 @settings(max_examples=60)
-@given(constants=rated_graphs(), scale=st.floats(0.1, 10.0))
-def test_scaling_all_rates(constants, scale):
-    scaled = replace(constants, rates=tuple(scale * rate for rate in constants.rates))
-    assert scaled.eta == pytest.approx(scale * constants.eta)
-    assert scaled.alpha_tilde == pytest.approx(constants.alpha_tilde)
-    assert constants.chi2 <= constants.chi1
-    assert constants.alpha_tilde >= 0.5
-
-
-@settings(max_examples=60)
 @given(constants=rated_graphs())
 def test_gossip_decays_at_least_as_fast_as_its_bound(constants):
     # The generator of E|x|^2 as a quadratic form, plus bound times the form, is nowhere positive.
@@ -89,6 +77,8 @@ def test_gossip_decays_at_least_as_fast_as_its_bound(constants):
     assert constants.chi1 == pytest.approx(np.linalg.eigvalsh(pseudo_inverse)[-1], rel=1e-6)
     resistances = [difference @ pseudo_inverse @ difference for _, difference in edges]
     assert constants.chi2 == pytest.approx(max(resistances) / 2, rel=1e-6)
+    assert constants.chi2 <= constants.chi1
+    assert constants.alpha_tilde >= 0.5
     generator = np.zeros_like(centre)
     for rate, difference in edges:
         step = np.eye(len(centre)) - 0.5 * np.outer(difference, difference)

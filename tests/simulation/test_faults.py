@@ -60,14 +60,6 @@ def test_down_to_one_worker_and_to_the_end():
     assert outcome.num_consolidated == 1
 
 
-def test_one_that_stands_still_halts_the_others_for_less_than_half_the_timeout():
-    """Its neighbours withdraw their proposals; but for one, perhaps, who is exchanging with it."""
-    stall = FaultSchedule(seed=0, num_workers=4, faults=(faults.Stall(2.0, 1, 0.95),))
-    outcomes = [expect_whole(replace(stall, seed=seed)) for seed in range(5)]
-    assert sorted(outcome.hungriest_s for outcome in outcomes)[2] < 0.5
-    assert {outcome.num_consolidated for outcome in outcomes} == {4}
-
-
 def test_exchanges_lose_their_link_at_every_point():
     """Before any data, half way, at one end done and at the other not, after the end."""
     schedule, num_torn = FaultSchedule(seed=0, num_workers=6, transfer_s=0.03, faulty_s=4.0), 0

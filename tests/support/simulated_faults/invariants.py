@@ -101,8 +101,7 @@ class _Seen:
 class Invariants:
     """Watches a network.
 
-    ``longest_hunger_s``: how long a demand may go unserved while somebody could serve it;
-    ``hungriest_s``: the longest that one went unserved.
+    ``longest_hunger_s``: how long a demand may go unserved while somebody could serve it.
     """
 
     def __init__(
@@ -115,7 +114,6 @@ class Invariants:
         longest_hunger_s: float,
     ) -> None:
         self.num_inputs = 0
-        self.hungriest_s = 0.0
         self._step_s = step_s
         self._longest_hunger_s = longest_hunger_s
         self._network = network
@@ -204,7 +202,6 @@ class Invariants:
             return
         seen.hungry_since_s = min(seen.hungry_since_s, now)
         hungry_s = now - seen.hungry_since_s
-        self.hungriest_s = max(self.hungriest_s, hungry_s)
         if hungry_s > self._longest_hunger_s:
             state = f"it is {pairing.state}, open to {sorted(pairing.available)}"
             raise self._broken(

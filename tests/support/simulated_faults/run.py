@@ -44,14 +44,12 @@ class Outcome:
 
     Attributes:
         digest: the same for the same schedule and protocol, and for no other.
-        hungriest_s: the longest that a demand went unserved while somebody could have served it.
         broken: which invariant broke first, and how; empty for none.
     """
 
     broken: str
     details: str
     digest: str
-    hungriest_s: float
     num_exchanges: int
     num_torn: int
     num_taken_over: int
@@ -73,7 +71,7 @@ def run_schedule(
     except InvariantBroken as error:
         broken, details = error.invariant, str(error)
     counts = run.num_exchanges, run.ledger.num_torn, len(run.took_over), len(run.left)
-    return Outcome(broken, details, run.digest(), run.invariants.hungriest_s, *counts)
+    return Outcome(broken, details, run.digest(), *counts)
 
 
 @final
