@@ -176,14 +176,16 @@ class Invariants:
             self._ledger.check_sum(network.engine.now)
 
     def polled(self, rank: int) -> None:
-        """``rank`` has done what was due, so its next deadline lies ahead.
+        """``rank`` has done what was due, so its next deadline lies ahead, and is not too late.
 
         Only a tick may be due again: a new graph may have brought it nearer.
         """
         worker, now = self._network.workers[rank], self._network.engine.now
-        due_s = worker.next_deadline()
+        due_s, of_links_s = worker.next_deadline(), worker.peers.quiet_until(now)
         is_ahead = due_s > now or worker.clock.next_tick_at <= now
         self._expect(is_ahead, "deadlines lie ahead", rank, f"it polls again at {due_s}")
+        late = f"it polls at {due_s}; news, a heartbeat or a silence is due at {of_links_s}"
+        self._expect(due_s <= of_links_s, "deadlines are not too late", rank, late)
 
     def _check_hunger(self, rank: int, worker: WorkerProtocol, seen: _Seen) -> None:
         now, pairing = self._network.engine.now, worker.pairing

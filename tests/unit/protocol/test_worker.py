@@ -174,18 +174,6 @@ def test_who_is_asked_less_than_its_half_asks_more():
     assert num_exchanges == pytest.approx(160, abs=8)
 
 
-def test_news_does_not_wait_for_the_heartbeat():
-    worker = make_worker(0, 2)
-    run(worker, 0.0, 1.0, {0, 2})
-    actions = worker.receive(0, tell(member(3, Status.DONE)), 1.0)
-    told = [
-        action.message.members
-        for action in actions + run(worker, 1.0, 1.06, {0, 2})
-        if isinstance(action, Send) and action.peer == 2
-    ]
-    assert (member(3, Status.DONE),) in told
-
-
 def test_method_none_answers_busy_and_never_asks():
     worker = make_worker(0, 2, method="none")
     for step in range(100):
