@@ -32,7 +32,9 @@ class End:
         if not self.confirmation.may_send or len(self.out) >= self._most_queued or slot_is_queued:
             return False
         self._take(index)
+        assert not self.confirmation.expects_verdict(index)
         self.confirmation.sent()
+        assert self.confirmation.expects_verdict(index) == (not self._certain[index])
         self.out.append(("code", index, True))
         return True
 
@@ -51,6 +53,7 @@ class End:
     def receive(self, kind: str, index: int, decoded: bool) -> None:
         if kind == "code":
             assert self.confirmation.expects_code(index)
+            assert not self.confirmation.expects_code(index + 1), "out of order"
             self._take(index)
             ours = index not in self._undecodable
             decision = self.confirmation.code(index, ours or self._certain[index])
@@ -59,12 +62,15 @@ class End:
             self._follow(index, decision)
         elif kind == "verdict":
             assert self.confirmation.expects_verdict(index)
+            assert not self.confirmation.expects_repeat(index), "the verdict comes first"
             assert self.slots[index % self._window] == index
             self._follow(index, self.confirmation.verdict(index, decoded))
+            assert not self.confirmation.expects_verdict(index), "it comes once"
         else:
             assert self.confirmation.expects_repeat(index)
             assert self.slots[index % self._window] == index
             self.confirmation.repeat(index)
+            assert not self.confirmation.expects_repeat(index), "it comes once"
             self._apply(index, "repeat")
 
     def _follow(self, index: int, decision: Decision) -> None:
@@ -106,25 +112,3 @@ def test_both_ends_apply_the_same_once_and_end(certain, undecodable, window, mos
         for index, is_certain in enumerate(certain):
             failed = not is_certain and any(index in each for each in undecodable)
             assert end.applied[index] == ("repeat" if failed else "code")
-
-
-@given(st.sampled_from([True, False]), st.integers(0, 5))
-def test_what_is_out_of_turn_is_not_expected(certain, index):
-    confirmation = Confirmation([certain] * 4, 2)
-    assert confirmation.expects_code(index) == (index == 0)
-    assert not confirmation.expects_verdict(index)
-    assert not confirmation.expects_repeat(index)
-    confirmation.sent()
-    assert confirmation.expects_verdict(index) == (index == 0 and not certain)
-    if certain:
-        assert confirmation.code(0, decoded=True) is Decision.APPLY
-        assert not confirmation.expects_code(0)
-        return
-    assert confirmation.code(0, decoded=False) is Decision.WAIT
-    assert not confirmation.expects_repeat(0), "the peer's verdict comes before its repeat"
-    assert confirmation.verdict(0, decoded=True) is Decision.REPEAT
-    assert not confirmation.expects_verdict(0)
-    assert confirmation.expects_repeat(index) == (index == 0)
-    confirmation.repeat(0)
-    assert not confirmation.expects_repeat(0)
-    assert confirmation.num_closed == 1

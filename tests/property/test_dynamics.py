@@ -297,15 +297,3 @@ def test_without_an_exchange_a_boundary_changes_no_bit():
     (chunk,) = State([segment]).chunks
     chunk.boundary(3.0)
     assert_bitwise(segment.x, values)
-
-
-def test_every_chunk_covers_its_part_once():
-    segments = [
-        Segment(torch.arange(101.0), Role.TRAINED, chunk_bytes=64),
-        Segment(torch.arange(7.0, dtype=torch.float64), Role.BUFFER, chunk_bytes=64),
-        Segment(torch.arange(5), Role.COPIED),
-    ]
-    state = State(segments)
-    assert [chunk.num_elements for chunk in state.chunks] == [16] * 6 + [5] + [7]
-    assert [chunk.index for chunk in state.all_chunks] == list(range(9))
-    assert torch.equal(torch.cat([chunk.x for chunk in state.chunks[:7]]), segments[0].x)

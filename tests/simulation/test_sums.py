@@ -225,35 +225,30 @@ def test_a_caller_that_was_taken_for_dead_meanwhile_averages_all(after_s):
     torch.testing.assert_close(torch.cat(average.values), mean, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("mute", [1, 6])
-def test_one_that_gives_nothing_is_left_out_of_the_average(mute):
+@pytest.mark.parametrize(
+    ("what", "victim", "reason"),
+    [
+        *(("says nothing", rank, "had nothing of it for") for rank in (1, 6)),
+        *(("holds NaN", rank, "NaN or infinity") for rank in (1, 6)),
+        ("has no parameters", 1, "it has no parameters to give just now"),
+    ],
+)
+def test_one_that_gives_nothing_is_left_out_of_the_average(what, victim, reason):
+    """If it has no parameters, it passes on what is below it all the same."""
     network = Sums(7, "complete")
-    network.mute = {mute}
+    match what:
+        case "says nothing":
+            network.mute = {victim}
+        case "holds NaN":
+            network.population.x[victim, 5] = float("nan")
+        case "has no parameters":
+            network.perform(victim, network.workers[victim].poisoned(network.engine.now))
     average = network.asks(0)
-    assert set(average.without) == {mute}
     assert average.num_workers == 6
+    assert set(average.without) == {victim}
+    assert reason in average.without[victim]
     values = torch.cat(average.values)
-    torch.testing.assert_close(values, network.mean(mute), rtol=1e-9, atol=1e-9)
-
-
-def test_one_without_parameters_passes_on_what_is_below_it():
-    network = Sums(7, "complete")
-    network.perform(1, network.workers[1].poisoned(network.engine.now))
-    mean = network.mean(1)
-    average = network.asks(0)
-    assert average.num_workers == 6
-    assert average.without == {1: "it has no parameters to give just now"}
-    torch.testing.assert_close(torch.cat(average.values), mean, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("poisoned", [1, 6])
-def test_poison_is_let_into_no_average(poisoned):
-    network = Sums(7, "complete")
-    network.population.x[poisoned, 5] = float("nan")
-    average = network.asks(0)
-    assert average.num_workers == 6
-    assert "NaN or infinity" in average.without[poisoned]
-    assert torch.cat(average.values).isfinite().all()
+    torch.testing.assert_close(values, network.mean(victim), rtol=1e-9, atol=1e-9)
 
 
 def test_who_is_poisoned_itself_is_told_so():

@@ -1,14 +1,16 @@
-"""The ledger notices what it is there to notice; of the invariants the mutants show it."""
+"""The ledger and the checks of a protocol notice what they are there to notice."""
 
 from functools import partial
 
 import pytest
 import torch
+from driven_worker import make_worker
+from simulated_faults.invariants import ProtocolChecks
 from simulated_faults.ledger import InvariantBroken, Ledger
-from simulated_faults.rows import FaultyRows
 
 from gossipdp.dynamics.phase import Phase
 from gossipdp.protocol.actions import Begin
+from gossipdp.protocol.exchange_rate import ExchangeRate
 from gossipdp.protocol.messages import ExchangeId
 from gossipdp_lab.simulate.population import Population, Training
 
@@ -20,7 +22,7 @@ def make(*, momentum: bool = True) -> tuple[Ledger, Population]:
     population = Population(start, 2, momentum=momentum)
     phases = {rank: Phase(0.5, 1.0) for rank in range(3)}
     training = Training(None, partial(torch.optim.SGD, lr=0.1), population)
-    return Ledger(FaultyRows(training, phases)), population
+    return Ledger(training, phases), population
 
 
 def begin(ledger: Ledger, alpha_tildes: tuple[float, float] = (0.8, 0.8)) -> list[object]:
@@ -50,3 +52,22 @@ def test_a_row_that_changes_by_itself_is_noticed():
     population.x[2, 0] += 1e-6
     with pytest.raises(InvariantBroken, match=r"the mean of x \+ c/2 is conserved"):
         ledger.check_sum(1.0)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "invariant"),
+    [
+        (lambda worker: worker.pairing._parked.update({5: None}), "waits only go up"),
+        (lambda worker: worker.pairing._refused.update({2: None}), "forgets no waiter"),
+        (lambda worker: worker.pairing.available.update({3: 1.0}), "of a lost link"),
+        (lambda worker: setattr(worker, "exchanges_failed", -1), "counts never fall"),
+        (lambda worker: setattr(worker.pairing, "backlog", 5), "demands are bounded"),
+        (lambda worker: worker.exchange_rate.__dict__.update(_tokens=5.0), "tokens are bounded"),
+    ],
+)
+def test_a_spoilt_protocol_is_noticed(spoil, invariant):
+    checks, worker = ProtocolChecks(), make_worker(0, 2, exchange_rate=ExchangeRate())
+    checks.check(worker)
+    spoil(worker)
+    with pytest.raises(InvariantBroken, match=invariant):
+        checks.check(worker)

@@ -1,5 +1,7 @@
 """One worker's consolidation machine and what it meets, for tests that drive it by hand."""
 
+from collections.abc import Sequence
+
 from gossipdp.protocol.actions import Send
 from gossipdp.protocol.consolidate import Consolidation
 from gossipdp.protocol.members import Member, Status
@@ -27,8 +29,21 @@ def begin(number: int, *ranks: int, average: Average | None = None) -> BeginEpoc
     return BeginEpoch(epoch(number, ranks[0]), tuple(process(rank) for rank in ranks), average)
 
 
-def worker(rank: int, num_chunks: int = 2, num_copied_chunks: int = 0) -> Consolidation:
-    return Consolidation(rank, 100 + rank, num_chunks, num_copied_chunks)
+def worker(
+    rank: int,
+    num_chunks: int = 2,
+    num_copied_chunks: int = 0,
+    *,
+    among: Sequence[Member] = (),
+    joins: int | None = None,
+) -> Consolidation:
+    """Make the machine of a worker ``among`` others, which joins that epoch of theirs."""
+    machine = Consolidation(rank, 100 + rank, num_chunks, num_copied_chunks)
+    if among:
+        machine.review(among)
+    if joins is not None:
+        machine.receive(0, begin(joins, *range(len(among))))
+    return machine
 
 
 def ticks(machine: Consolidation, number: int) -> list[ReductionAction]:

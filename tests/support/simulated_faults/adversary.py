@@ -1,9 +1,9 @@
 """One worker of a simulated run that holds the key and lies: what may it cost the honest ones?
 
 It runs the real protocol, so it is asked and answers like any other, and lies on top of that: it
-accepts exchanges and sends nothing, or chunks of a wrong length; it raises what it proposes and
-accepts; it makes up records of members, their incarnations and deaths, progress, and messages of
-consolidation. What does not decode ends its link, as in the runtime.
+answers no proposal, or accepts and sends nothing, or chunks of a wrong length; it raises what it
+proposes and accepts; it makes up records of members, their incarnations and deaths, progress, and
+messages of consolidation. What does not decode ends its link, as in the runtime.
 """
 
 import random as random_module
@@ -48,15 +48,7 @@ LIES = ("stall", "lengths", "members", "deaths", "progress", "gains", "epochs", 
 
 @dataclass(frozen=True)
 class Adversary:
-    """One schedule.
-
-    Args:
-        seed: of all that is drawn.
-        rank: who lies.
-        lies: what about.
-        share: of its messages and exchanges that are lies.
-        is_ever_done: whether it ends its training.
-    """
+    """One schedule: who lies and what about, and the share of its messages that are lies."""
 
     seed: int
     graph: str
@@ -101,6 +93,8 @@ class _Network(FaultyNetwork):
         self.num_sent[rank] += 1
         if rank != self.adversary.rank:
             return envelope
+        if isinstance(envelope.message, say.Accept | say.Busy) and self._lies("no answer"):
+            return "message lost"
         try:
             return say.decode(say.encode(self._lie(peer, envelope)))
         except (say.ProtocolError, msgspec.ValidationError, ValueError):

@@ -1,8 +1,6 @@
 """The rows of a population as parameters of real workers' sums, and links that carry their chunks.
 
-Everything that a sum does is done by :class:`gossipdp.gossip.sums.Sums`, as on a real worker: here
-are only its parameters (a worker's row, in place), its links (wires of the simulated network) and
-what the main thread does at the end.
+Everything else that a sum does is done by :class:`gossipdp.gossip.sums.Sums`, as on a real worker.
 """
 
 from collections import Counter
@@ -35,20 +33,10 @@ class Committed:
 
 @final
 class AveragedRows:
-    """The input of each worker to a sum, and the result it ended with.
-
-    Args:
-        population: the rows.
-        num_chunks: into how many chunks a row is split, at most its number of columns.
-
-    Attributes:
-        committed: what each rank ended with last.
-    """
+    """The input of each worker to a sum, in chunks of its row, and the result it ended with."""
 
     def __init__(self, population: Population, num_chunks: int) -> None:
         num_columns = population.x.shape[1]
-        if not 1 <= num_chunks <= num_columns:
-            raise ValueError(f"num_chunks is {num_chunks}; a row of {num_columns} has 1 or more")
         self.committed: dict[int, Committed] = {}
         self._population: Final = population
         self._bounds: Final = [chunk * num_columns // num_chunks for chunk in range(num_chunks + 1)]
@@ -81,11 +69,6 @@ class AveragedRows:
         result = torch.cat(outcome.values)
         self.committed[rank] = Committed(outcome, result, self.inputs(rank))
         put(self._population, rank, result)
-
-    def is_same_everywhere(self, ranks: list[int]) -> bool:
-        """Return whether the rows of these ranks have the same bits."""
-        rows = self._population.x.index_select(0, torch.tensor(ranks))
-        return bool((rows == rows[0]).all())
 
 
 def no_parameters(num_chunks: int) -> State:

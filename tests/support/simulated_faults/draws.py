@@ -1,6 +1,5 @@
 """Random schedules of faults, by seed."""
 
-from collections.abc import Iterator
 from itertools import pairwise
 from random import Random
 
@@ -103,18 +102,14 @@ def _draw_faults(
         else:
             first, second = random.sample(range(num_workers), 2)
             faults.append(schedule.Cut(at_s, first, second))
-    faults.sort(key=lambda fault: fault.at_s)
-    return tuple(_without_overlap(faults))
-
-
-def _without_overlap(faults: list[schedule.Fault]) -> Iterator[schedule.Fault]:
-    heals_at_s = 0.0
-    for fault in faults:
+    found, heals_at_s = list[schedule.Fault](), 0.0
+    for fault in sorted(faults, key=lambda fault: fault.at_s):
         if isinstance(fault, schedule.Partition):
-            if fault.at_s <= heals_at_s:
+            if fault.at_s <= heals_at_s:  # they must not overlap
                 continue
             heals_at_s = fault.at_s + fault.duration_s
-        yield fault
+        found.append(fault)
+    return tuple(found)
 
 
 def _draw_partition(

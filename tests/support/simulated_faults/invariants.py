@@ -1,8 +1,9 @@
-"""Invariants of a run under faults, checked as it goes on.
+"""Invariants of simulated runs, checked as they go on.
 
-Every input of every worker's protocol is followed by :meth:`Invariants.after`, which looks at that
-worker alone; what becomes of parameters is checked by :class:`~simulated_faults.ledger.Ledger`
-at every exchange. What holds only in the end (:meth:`is_well`) is asked for now and then.
+Every input of every worker is followed by :meth:`ProtocolChecks.check`, on every simulated network
+with faults; and in a run of :mod:`simulated_faults.run` by :meth:`Invariants.after` too. What
+becomes of parameters is checked by :class:`~simulated_faults.ledger.Ledger` at every exchange. What
+holds only in the end (:meth:`Invariants.is_well`) is asked for now and then.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from operator import ge
 from typing import TYPE_CHECKING, final
 
 import torch
 
-from gossipdp.gossip.sums import Outcome
 from gossipdp.graph.constants import LiveGraph
 from gossipdp.protocol.actions import Begin, Stop, Withdrawn
+from gossipdp.protocol.exchange_rate import BURST, CEILING
 from gossipdp.protocol.members import Member, Status
-from gossipdp.protocol.pairing import Exchanging
-from gossipdp.protocol.worker import Action, WorkerProtocol
+from gossipdp.protocol.pairing import MAX_BACKLOG, Exchanging, Idle, Proposing
+from gossipdp.protocol.worker import MOST_AHEAD, MOST_OWED, Action, WorkerProtocol
 from simulated_faults.ledger import InvariantBroken, Ledger
 
 if TYPE_CHECKING:
@@ -27,42 +30,80 @@ if TYPE_CHECKING:
     from simulated_faults.network import FaultyNetwork
 
 ONE_AT_A_TIME, NO_DEADLOCK = "one exchange at a time", "no deadlock"
-ACCOUNT_EVERY = 256
+ACCOUNT_EVERY = 32
 """Inputs between two looks at the sum over all rows."""
 MANY_DEMANDS = 12.0
 """None of so many expected exchanges comes by chance in one case of 160,000."""
+
+
+@final
+class ProtocolChecks:
+    """What must hold in a worker's protocol after each of its inputs, whoever the others are."""
+
+    def __init__(self) -> None:
+        self._counts: dict[WorkerProtocol, tuple[int, ...]] = {}
+
+    def check(self, worker: WorkerProtocol) -> None:
+        pairing, rate, progress = worker.pairing, worker.exchange_rate, worker.progress
+        state, parked = pairing.state, pairing._parked
+        peers = {*pairing.available, *parked, *pairing._refused, *pairing._resting}
+        peers |= {pairing.freed} - {None}
+        peers |= set() if isinstance(state, Idle) else {state.peer}
+        is_free = isinstance(state, Idle) and pairing.answers and pairing.freed is None
+        is_open = not worker._closed_for and not worker._is_spent
+        counts = (
+            *(progress.version, progress.total_samples, progress.total_steps),
+            *(worker.membership.version, worker.incarnation),
+            *(worker.clock.steps, worker.clock.num_ticks, worker.proposals_unanswered),
+            *(worker.exchanges_initiated, worker.exchanges_answered, worker.exchanges_failed),
+        )
+        before = self._counts.get(worker, counts)
+        self._counts[worker] = counts
+        for invariant, holds in (
+            (
+                "waits only go up in rank",
+                not parked or (isinstance(state, Proposing) and max(parked) < worker.rank),
+            ),
+            ("who is free forgets no waiter", not (is_free and pairing._refused)),
+            ("who has no reason to be closed is open", pairing.answers == is_open),
+            ("nothing is kept of a lost link", all(peer in worker.peers for peer in peers)),
+            ("the available can exchange", all(map(partial(_can, worker), pairing.available))),
+            ("counts never fall", all(map(ge, counts, before))),
+            ("demands are bounded", 0 <= pairing.backlog <= MAX_BACKLOG),
+            ("what is owed is bounded", -MOST_AHEAD <= worker._owed <= MOST_OWED),
+            ("a rate is bounded", rate is None or 0.0 < rate.rate <= CEILING),
+            ("tokens are bounded", rate is None or 0.0 <= rate._tokens <= BURST),
+        ):
+            if not holds:
+                details = f"rank {worker.rank} is {state}; {peers}; counts {counts}, were {before}"
+                raise InvariantBroken(invariant, details)
+
+
+def _can(worker: WorkerProtocol, peer: int) -> bool:
+    """Return whether this peer is heard, has not said that it is closed, and is not known dead."""
+    link, member = worker.peers._links.get(peer), worker.membership.get(peer)
+    is_open = link is not None and not link.is_silent and not link.is_closed
+    return is_open and (member is None or member.is_live)
 
 
 @dataclass
 class _Seen:
     """The last look at one process."""
 
-    total_steps: int = 0
     members_version: int = -1
     members: dict[int, Member] = field(default_factory=dict)
     num_exchanges: int = 0
-    exchanged_s: float = 0.0
-    """When it last finished an exchange, or began to live."""
+    exchanged_s: float = 0.0  # or when it began to live
     hungry_since_s: float = math.inf
     """Since when it has had a demand, somebody to exchange with, and no exchange."""
-    steps_before: int = 0
-    """Gradient steps of older processes of its rank."""
+    steps_before: int = 0  # of older processes of its rank
 
 
 @final
 class Invariants:
     """Watches a network.
 
-    Args:
-        network: what is watched.
-        ledger: the account of its rows.
-        live_graph: the graph over any set of live workers.
-        step_s: mean duration of a gradient step.
-        longest_hunger_s: how long a demand may go unserved while somebody could serve it.
-
-    Attributes:
-        num_inputs: looked at so far.
-        hungriest_s: the longest that a demand went unserved.
+    ``longest_hunger_s``: how long a demand may go unserved while somebody could serve it.
     """
 
     def __init__(
@@ -75,7 +116,6 @@ class Invariants:
         longest_hunger_s: float,
     ) -> None:
         self.num_inputs = 0
-        self.hungriest_s = 0.0
         self._step_s = step_s
         self._longest_hunger_s = longest_hunger_s
         self._network = network
@@ -95,15 +135,16 @@ class Invariants:
                     if running != id:
                         raise self._broken(ONE_AT_A_TIME, rank, f"stops {id} in {running}")
                     running = None
-                case Begin(id=id):
+                case Begin(id=id, peer=peer):
                     if running is not None:
                         raise self._broken(ONE_AT_A_TIME, rank, f"begins {id} while in {running}")
                     running = id
+                    is_known = worker.membership.get(peer) is not None
+                    is_known &= id.initiator in (rank, peer)
+                    self._expect(is_known, "both ends are known", rank, f"{id} with {peer}")
                     # Its own alone: what is applied was sent when the other end began.
-                    own = worker.membership.own.status
-                    if own is Status.JOINING:
-                        invariant = "nobody exchanges without parameters"
-                        raise self._broken(invariant, rank, f"it is {own.name}")
+                    has_state = worker.membership.own.status is not Status.JOINING
+                    self._expect(has_state, "nobody exchanges without parameters", rank, f"{id}")
 
     def after(self, rank: int) -> None:
         """``rank`` has performed what an input asked for."""
@@ -115,15 +156,10 @@ class Invariants:
             seen = self._seen[worker] = _Seen(
                 exchanged_s=network.engine.now, steps_before=self._ledger.steps[rank]
             )
-        total_steps = worker.progress.total_steps
-        if total_steps != seen.total_steps:
-            if total_steps < seen.total_steps:
-                known = f"{seen.total_steps} steps were known, now {total_steps}"
-                raise self._broken("progress never falls", rank, known)
-            if total_steps > self._ledger.total_steps:
-                taken = f"{total_steps} steps are known, {self._ledger.total_steps} were taken"
-                raise self._broken("progress never exceeds the truth", rank, taken)
-            seen.total_steps = total_steps
+        known, taken = worker.progress.total_steps, self._ledger.total_steps
+        if known > taken:
+            told = f"{known} steps are known, {taken} were taken"
+            raise self._broken("progress never exceeds the truth", rank, told)
         self._check_hunger(rank, worker, seen)
         state, running = worker.pairing.state, network.running(rank)
         id = state.id if isinstance(state, Exchanging) else None
@@ -131,10 +167,27 @@ class Invariants:
             parted = f"the protocol is in {id}, its driver in {running}"
             raise self._broken(ONE_AT_A_TIME, rank, parted)
         if worker.membership.version != seen.members_version:
-            self._check_members(rank, worker, seen)
+            seen.members_version = worker.membership.version
+            for member in worker.membership.members():
+                before = seen.members.get(member.rank, member)
+                if before is not member and before > member:
+                    raise self._broken("views only grow", rank, f"{before} became {member}")
+                seen.members[member.rank] = member
         self.num_inputs += 1
         if self.num_inputs % ACCOUNT_EVERY == 0:
             self._ledger.check_sum(network.engine.now)
+
+    def polled(self, rank: int) -> None:
+        """``rank`` has done what was due, so its next deadline lies ahead, and is not too late.
+
+        Only a tick may be due again: a new graph may have brought it nearer.
+        """
+        worker, now = self._network.workers[rank], self._network.engine.now
+        due_s, of_links_s = worker.next_deadline(), worker.peers.quiet_until(now)
+        is_ahead = due_s > now or worker.clock.next_tick_at <= now
+        self._expect(is_ahead, "deadlines lie ahead", rank, f"it polls again at {due_s}")
+        late = f"it polls at {due_s}; news, a heartbeat or a silence is due at {of_links_s}"
+        self._expect(due_s <= of_links_s, "deadlines are not too late", rank, late)
 
     def _check_hunger(self, rank: int, worker: WorkerProtocol, seen: _Seen) -> None:
         now, pairing = self._network.engine.now, worker.pairing
@@ -153,22 +206,11 @@ class Invariants:
             return
         seen.hungry_since_s = min(seen.hungry_since_s, now)
         hungry_s = now - seen.hungry_since_s
-        self.hungriest_s = max(self.hungriest_s, hungry_s)
         if hungry_s > self._longest_hunger_s:
             state = f"it is {pairing.state}, open to {sorted(pairing.available)}"
             raise self._broken(
                 NO_DEADLOCK, rank, f"a demand unserved for {hungry_s:.3f} s; {state}"
             )
-
-    def _check_members(self, rank: int, worker: WorkerProtocol, seen: _Seen) -> None:
-        for member in worker.membership.members():
-            known = seen.members.get(member.rank)
-            if known is member:
-                continue
-            if known is not None and known != member and not member > known:
-                raise self._broken("views only grow", rank, f"{known} became {member}")
-            seen.members[member.rank] = member
-        seen.members_version = worker.membership.version
 
     # --- in the end ------------------------------------------------------------------------
 
@@ -223,9 +265,12 @@ class Invariants:
             committed = averaged.committed.get(rank)
             if committed is None:
                 raise self._broken("all hold the same bits", rank, "it left without a result")
-            one, other = committed.outcome, averaged.committed[live[0]].outcome
-            same = _numbers(one) == _numbers(other)
-            self._expect(same, "all hold the same bits", rank, f"{one} is not {other}")
+            first = averaged.committed[live[0]]
+            one, other = committed.outcome, first.outcome
+            numbers = one.num_workers, one.consensus_distance
+            same = numbers == (other.num_workers, other.consensus_distance)
+            same &= torch.equal(committed.result, first.result)
+            self._expect(same, "all hold the same bits", rank, f"{committed} is not {first}")
             entries, _ = worker.progress.news()
             for number in live:
                 peer = network.workers[number]
@@ -234,7 +279,6 @@ class Invariants:
                 true = self._ledger.steps[number] - self._seen[peer].steps_before
                 details = f"{known} steps are known of rank {number}, which took {true}"
                 self._expect(known == true, "progress is whole at the end", rank, details)
-        self._expect(averaged.is_same_everywhere(live), "all hold the same bits", live[0], "")
         ended = [averaged.committed[rank] for rank in live]
         if ended[0].outcome.num_workers == len(live):  # none of those that it is over has died
             mean = torch.stack([each.given for each in ended]).mean(dim=0)
@@ -254,7 +298,3 @@ class Invariants:
     def _broken(self, invariant: str, rank: int, details: str) -> InvariantBroken:
         where = f"rank {rank} at {self._network.engine.now:.6f} s"
         return InvariantBroken(invariant, f"{where}: {details}")
-
-
-def _numbers(outcome: Outcome) -> tuple[int, float]:
-    return outcome.num_workers, outcome.consensus_distance

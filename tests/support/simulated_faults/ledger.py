@@ -1,18 +1,19 @@
-"""An account of the sum of x + c/2: each event, and its change of each row.
+"""An account of the sum of x + c/2: each event, and its change of each row."""
 
-It is kept apart from :class:`~simulated_faults.rows.FaultyRows`, from the rows alone,
-so that each checks the other.
-"""
-
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Any, Final, final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from gossipdp.dynamics.phase import Phase
 from gossipdp.protocol.actions import Begin, Rebuilt
 from gossipdp.protocol.messages import ExchangeId
-from simulated_faults.rows import FaultyPayload, FaultyRows
+from gossipdp_lab.simulate.links import CarriedRows
+from gossipdp_lab.simulate.population import Training
+from simulated_faults.rows import FaultyPayload, put
 
 Row = NDArray[np.float64]
 
@@ -41,32 +42,29 @@ class _Account:
 
 
 @final
-class Ledger(FaultyPayload):
-    """Passes everything on to ``rows``, and checks what becomes of x + c/2.
+class Ledger(CarriedRows, FaultyPayload):
+    """The rows of a simulation, where graphs change and joiners come, and checks of x + c/2.
 
     - One exchange at a time: none begins, or is applied, at a worker in another one.
     - Flow leaves x + c/2 of a worker unchanged.
     - An exchange that both ends applied leaves the sum over both unchanged; one that a single end
       ever applies is counted (``num_torn``), and so is what it did (``torn``).
     - Who takes over another's state has its x + c/2 then; what that brought is no drift.
-    - In all, the sum over all rows moves only so, and by gradient steps.
-
-    Args:
-        rows: what the workers hold; float64.
+    - In all, the sum over all rows (float64) moves only so, and by gradient steps.
     """
 
-    def __init__(self, rows: FaultyRows) -> None:
-        population = rows.population
+    def __init__(self, training: Training, phases: Mapping[int, Phase]) -> None:
+        super().__init__(training, phases)
+        population = training.population
         self.num_torn = 0
         self.torn: Row = np.zeros(population.num_trained)
         self.steps = [0] * len(population.x)
         """Gradient steps that each rank has ended, over all its lives."""
         self.total_steps = 0
-        self._rows: Final = rows
-        self._population: Final = population
         self._x: Final = population.x.numpy()
         self._c: Final = None if population.c is None else population.c.numpy()
-        self._open: dict[int, ExchangeId] = {}
+        self._doing: dict[int, ExchangeId] = {}
+        self._applied: set[int] = set()  # the ranks that have applied the exchange they are in
         self._accounts: dict[ExchangeId, _Account] = {}
 
     def z(self, rank: int) -> Row:
@@ -74,30 +72,28 @@ class Ledger(FaultyPayload):
         row: Row = self._x[rank]
         return row.copy() if self._c is None else row + 0.5 * self._c[rank]
 
-    def step_started(self, rank: int, now_s: float, end_s: float) -> None:
-        self._rows.step_started(rank, now_s, end_s)
-
     def step_ended(self, rank: int, now_s: float) -> None:
         self.steps[rank] += 1
         self.total_steps += 1
-        self._rows.step_ended(rank, now_s)
+        super().step_ended(rank, now_s)
 
-    def exchange_began(self, rank: int, begin: Begin, now_s: float) -> object:
-        if rank in self._open:
-            doing = f"begins {begin.id} while in {self._open[rank]}"
+    def exchange_began(self, rank: int, begin: Begin, now_s: float) -> Any:
+        if rank in self._doing:
+            doing = f"begins {begin.id} while in {self._doing[rank]}"
             raise InvariantBroken("one exchange at a time", f"rank {rank} {doing} at {now_s}")
-        self._open[rank] = begin.id
+        self._doing[rank] = begin.id
         before = self.z(rank)
-        data = self._rows.exchange_began(rank, begin, now_s)
+        data = super().exchange_began(rank, begin, now_s)
         self._expect_equal("flow leaves x + c/2", before, self.z(rank), rank, now_s)
         return data
 
     def data_arrived(self, rank: int, id: ExchangeId, data: object, now_s: float) -> None:
-        if self._open.get(rank) != id:
-            doing = f"applies data of {id} while in {self._open.get(rank)}"
+        if self._doing.get(rank) != id:
+            doing = f"applies data of {id} while in {self._doing.get(rank)}"
             raise InvariantBroken("one exchange at a time", f"rank {rank} {doing} at {now_s}")
         before = self.z(rank)
-        self._rows.data_arrived(rank, id, data, now_s)
+        super().data_arrived(rank, id, data, now_s)
+        self._applied.add(rank)
         account = self._accounts.setdefault(id, _Account(np.zeros_like(before)))
         account.change += self.z(rank) - before
         account.num_applied += 1
@@ -109,31 +105,28 @@ class Ledger(FaultyPayload):
     def exchange_ended(
         self, rank: int, id: ExchangeId, now_s: float, *, is_withdrawn: bool = False
     ) -> None:
-        torn = self._rows.num_torn
-        self._rows.exchange_ended(rank, id, now_s, is_withdrawn=is_withdrawn)
-        del self._open[rank]
-        if self._rows.num_torn > torn:  # this end never applied what the other one did
-            account = self._accounts.pop(id)
+        super().exchange_ended(rank, id, now_s, is_withdrawn=is_withdrawn)
+        del self._doing[rank]
+        if rank in self._applied:
+            self._applied.remove(rank)
+        elif (account := self._accounts.pop(id, None)) is not None:  # the other end has applied it
             self.num_torn += 1
             self.torn += account.change
 
     def rebuilt(self, rank: int, graph: Rebuilt, now_s: float) -> None:
-        self._rows.rebuilt(rank, graph, now_s)
+        self.phases[rank].set_speed(graph.eta, graph.worker_rate, now_s)
 
     def took_over(self, rank: int, peer: int, now_s: float) -> None:
-        self._rows.took_over(rank, peer, now_s)
-        whole = "parameters are taken over whole"
-        self._expect_equal(whole, self.z(peer), self.z(rank), rank, now_s)
+        wanted, whole = self.z(peer), "parameters are taken over whole"
+        put(self.population, rank, torch.from_numpy(wanted))
+        self._expect_equal(whole, wanted, self.z(rank), rank, now_s)
         if self._c is not None and self._c[rank].any():
             raise InvariantBroken(whole, f"rank {rank} kept momentum at {now_s}")
 
     def check_sum(self, now_s: float) -> None:
         total = sum((account.change for account in self._accounts.values()), self.torn.copy())
-        self._rows.settle_drift()
-        under_way = self._population.half_applied.numpy() + self._rows.torn.numpy()
-        self._expect_equal("both accounts agree", total, under_way, -1, now_s)
-        self._population.half_applied += self._rows.torn
-        drift = self._population.drift()
+        self.population.half_applied = torch.from_numpy(total)
+        drift = self.population.drift()
         if not drift < TOLERANCE:
             invariant = "the mean of x + c/2 is conserved"
             raise InvariantBroken(invariant, f"it drifted by {drift} at {now_s}")

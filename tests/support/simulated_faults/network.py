@@ -15,6 +15,7 @@ from gossipdp.protocol.messages import DIALLED_MESSAGES, Envelope, ExchangeId, d
 from gossipdp.protocol.worker import Action, WorkerProtocol
 from gossipdp_lab.simulate.network import Conditions, Exchange, VirtualNetwork, Wire
 from simulated_faults.averaged_rows import AveragedRows, Frame, Links, SimulatedLink, no_parameters
+from simulated_faults.invariants import ProtocolChecks
 from simulated_faults.rows import FaultyPayload
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 10.0
@@ -38,19 +39,12 @@ class FaultyNetwork(VirtualNetwork):
     what is on its way; each end learns of it in its own time, and then dials again.
 
     Args:
-        workers, edges, conditions, payload, keeps_exchanges: as of any network.
         averaged: what consolidation averages; None: nothing.
         lost_at_messages: the numbers of those messages, counted over the network, at whose
             sending their link is cut.
         detection_s: how long until the second rank learns that its link to the first was cut.
         chunk_s: how long a chunk of a sum takes to leave or to reach a rank, for each that does so
             at a time; None: no time. A link carries one chunk after another.
-
-    Attributes:
-        crashed: ranks whose process is gone.
-        left: when each worker left after consolidation.
-        superseded: the ranks that gave way to another process.
-        took_over: (when, who, from whom) of every take-over of parameters.
     """
 
     def __init__(
@@ -67,9 +61,9 @@ class FaultyNetwork(VirtualNetwork):
         keeps_exchanges: bool = False,
     ) -> None:
         self.crashed: set[int] = set()
-        self.left: dict[int, float] = {}
+        self.left: dict[int, float] = {}  # when each worker left after consolidation
         self.superseded: list[int] = []
-        self.took_over: list[tuple[float, int, int]] = []
+        self.took_over: list[tuple[float, int, int]] = []  # when, who, and from whom
         self._averaged = averaged
         self._lost_at_messages = lost_at_messages
         self._num_sent = 0
@@ -79,17 +73,16 @@ class FaultyNetwork(VirtualNetwork):
         self._heals_at = 0.0
         self._rejected: set[frozenset[int]] = set()
         self._detection_s = detection_s
-        self._retry_s: dict[tuple[int, int], float] = {}
-        """Back-off of each dial that is to be repeated, by who dials and whom."""
+        self._retry_s: dict[tuple[int, int], float] = {}  # back-off, by who dials and whom
         self._outbox: dict[tuple[int, int], list[Envelope]] = {}
         self._faulty_payload = payload or FaultyPayload()
         self.sums: dict[WorkerProtocol, Sums] = {}
+        self._checks = ProtocolChecks()
         self._ends_of: dict[Wire, dict[int, SimulatedLink]] = {}
         self._pumping: set[int] = set()
         self._chunk_s = chunk_s
         self._queues: dict[tuple[Wire, int], deque[Frame]] = {}
-        self._moving: Counter[tuple[str, int]] = Counter()
-        """Chunks that leave a rank, or come to it, just now."""
+        self._moving: Counter[tuple[str, int]] = Counter()  # chunks from and to a rank just now
         super().__init__(
             workers, edges, conditions, self._faulty_payload, keeps_exchanges=keeps_exchanges
         )
@@ -273,11 +266,9 @@ class FaultyNetwork(VirtualNetwork):
         """Return whether anything stands still or is parted: mostly not, and events are many."""
         return bool(self._stalled_until) or self.engine.now < self._heals_at
 
-    def before(self, rank: int, actions: Sequence[Action]) -> None:
-        """``rank`` is about to perform ``actions``, its answer to one input."""
-
-    def after(self, rank: int, actions: Sequence[Action]) -> None:
-        """``rank`` has performed them."""
+    # Around the actions with which a rank answers one input.
+    def before(self, rank: int, actions: Sequence[Action]) -> None: ...
+    def after(self, rank: int, actions: Sequence[Action]) -> None: ...
 
     def perform(self, rank: int, actions: Sequence[Action]) -> None:
         if rank in self.crashed:
@@ -295,6 +286,7 @@ class FaultyNetwork(VirtualNetwork):
             self._pumping.discard(rank)
         if rank not in self.crashed:
             self._set_alarm(rank)
+        self._checks.check(self.workers[rank])
         self.after(rank, actions)
 
     def end_step(self, rank: int, worker: WorkerProtocol) -> None:
@@ -435,11 +427,10 @@ class FaultyNetwork(VirtualNetwork):
         if retry_s is not None:
             self._retry_s[rank, peer] = min(2 * retry_s, LONGEST_RETRY_S)
             self.engine.at(now + retry_s, partial(self._try_again, rank, peer))
-        if answer == "refused":
+        is_refused = answer == "refused"
+        if is_refused:
             self._outbox.pop((rank, peer), None)
-            self.perform(rank, worker.dial_failed(peer, now, is_refused=True))
-        else:
-            self.perform(rank, worker.dial_failed(peer, now, is_refused=False))
+        self.perform(rank, worker.dial_failed(peer, now, is_refused=is_refused))
 
     def _is_apart(self, first: int, second: int) -> bool:
         if self.engine.now >= self._heals_at:

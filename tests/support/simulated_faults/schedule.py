@@ -103,18 +103,9 @@ class FaultSchedule:
     checked), then every worker is done, and they consolidate while ``ending`` happens.
 
     Args:
-        seed: of everything that is drawn during the run: step times, latencies, gradients.
-        graph, num_workers, comm_rate: the graph that the run begins with.
-        method, policy: of the workers.
-        timeout_s: silence that makes a worker suspect.
-        step_s: mean duration of a gradient step.
         latency_s, latency_jitter_s: a message travels for the first, plus up to the second.
-        transfer_s: mean duration of the data of an exchange.
-        faulty_s: how long faults begin, in seconds.
-        faults: by time.
+        step_s, transfer_s: mean durations of a gradient step and of the data of an exchange.
         lost_at_messages: numbers of control messages at whose sending their link is lost.
-        broken_exchanges: exchanges whose link is lost.
-        ending: what goes wrong in consolidation.
         done_within_s: over how long the workers end their training.
     """
 

@@ -124,6 +124,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+STATE = {"x", "pending", "c", "theta", "theta_c", "has_pending", "seen", "weight"}
+
+
 class World:
     """A state of two chunks, or six that helpers do, and how its boundary is made."""
 
@@ -167,32 +170,26 @@ class World:
         self.state.boundary(self.theta, wait=self.wait)
 
     def held(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "x": chunk.x.clone(),
-                "pending": chunk._brought().clone(),
-                "c": None if chunk.c is None else chunk.c.clone(),
-                "phases": (chunk.theta, chunk.theta_c),
-                "flag": chunk.has_pending or getattr(chunk, "is_taken", False),
-                "seen": chunk.seen.clone() if isinstance(chunk, BufferChunk) else None,
-                "weight": getattr(chunk, "weight", 1.0),
-            }
-            for chunk in self.chunks
-        ]
+        """Return what each chunk holds; its inboxes count as one."""
+        found = []
+        for chunk in self.chunks:
+            held = {name: value for name, value in vars(chunk).items() if name in STATE}
+            held["pending"] = chunk._brought()
+            held["has_pending"] |= getattr(chunk, "is_taken", False)
+            clones = {name: each.clone() for name, each in held.items() if isinstance(each, Tensor)}
+            found.append(held | clones)
+        return found
 
     def restore(self) -> None:
         for chunk, held in zip(self.chunks, self.began, strict=True):
-            chunk.x.copy_(held["x"])
-            chunk.pending.copy_(held["pending"])
-            chunk.theta, chunk.theta_c = held["phases"]
-            chunk.has_pending = held["flag"]
+            for name, value in held.items():
+                if isinstance(value, Tensor):
+                    getattr(chunk, name).copy_(value)
+                else:
+                    setattr(chunk, name, value)
             if isinstance(chunk, InboxChunk):
                 chunk.taken.zero_()
                 chunk.is_taken = False
-            if isinstance(chunk, BufferChunk):
-                chunk.seen.copy_(held["seen"])
-            if isinstance(chunk, MomentChunk):
-                chunk.weight = held["weight"]
 
 
 def z_of(chunk: Chunk) -> Tensor:

@@ -1,8 +1,6 @@
-"""Exchanges in each wire format, two workers in one thread; and the locks, with two threads."""
+"""Exchanges in each wire format, two workers in one thread."""
 
 import math
-import sys
-import threading
 from random import Random
 
 import pytest
@@ -131,111 +129,33 @@ def test_an_exchange_ends_although_a_state_travels_on_its_link(name):
                 links[here].send_chunk(other, ChunkKey(0, 0, 1, 0), memoryview(b"state"))
 
 
-def test_poison_is_not_applied():
-    state = make_state(0)
-    _, (exchange,) = start([state])
-    exchange.pump()
-    before = x_and_z(state)[0]
-    with pytest.raises(PoisonFound) as found:
-        land(exchange, CHUNK, ChunkKey(0, 0, 1, 0), bytes_of(torch.full((64,), math.nan)))
-    assert not found.value.ours
-    assert torch.equal(x_and_z(state)[0], before)
-
-
-@pytest.fixture
-def switching_often():
-    """Let threads take turns many times a millisecond: all orders are met, and none waits 5 ms."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
-# Few and large chunks, so that threads meet; or more, and two helpers at each boundary.
-@pytest.mark.parametrize(("kernels", "num_chunks"), [("torch", 2), ("numba", 7)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_threads_lose_nothing(switching_often, monkeypatch, kernels, dtype, num_chunks):
-    """Boundary, step and reading race snapshot and exchange, on the kernels that training uses.
-
-    All numbers are multiples of 2**-8 and small, so every sum is exact: in the end x + pending is
-    where it began, plus all steps, less half of all differences; and c is less all of them. If a
-    thread wrote a chunk without its lock, some would be lost. (A step of bfloat16 parameters
-    rounds, so those take none.)
-    """
-    x = torch.zeros(300_000, dtype=dtype)
-    if num_chunks > 2:
-        monkeypatch.setattr("gossipdp.dynamics.state.LEAST_HELPED_VALUES", x.numel())
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    segment = Segment(x, Role.TRAINED, chunk_bytes=x.nbytes // num_chunks)
-    state = State([segment])
-    state.compile(kernels)
-    assert state.kernels == kernels
-    try:
-        for seed in range(8):
-            race(segment, state, seed)
-    finally:
-        state.end_helpers()
-
-
-def race(segment: Segment, state: State, seed: int) -> None:
-    """Run eight rounds of exchanges (more would round in float32) beside as many boundaries."""
-    for chunk in state.chunks:
-        chunk.replace(torch.zeros_like(chunk.x))
-    total = torch.zeros(segment.x.numel())
-    failures = []
-
-    def gossip() -> None:
-        try:
-            random = Random(seed)
-            for _ in range(8):
-                for chunk, differences in segment.split(total):
-                    mine = torch.empty(chunk.num_elements)
-                    peers = torch.full_like(mine, float(2 * random.randint(-2, 2)))
-                    assert chunk.snapshot(0.0, mine)
-                    norm = chunk.exchange(0.0, mine, peers, 1.5)
-                    # All are equal, and torch.dot, in float32 on one thread, drifts 3e-4 with them.
-                    assert norm == pytest.approx(float((mine - peers).square().sum()), rel=1e-3)
-                    differences += mine - peers
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=gossip)
-    thread.start()
-    num_steps, out = 0, torch.empty_like(segment.x)
-    while thread.is_alive():
-        if num_steps < 8 and segment.x.dtype is torch.float32:
-            segment.x += 2.0  # as an optimizer steps: without a lock
-            num_steps += 1
-            for chunk, room in segment.split(out):
-                chunk.read(room)
-        state.boundary(0.0)
-    thread.join()
-    assert not failures, failures
-    state.boundary(0.0, wait=True)
-    x = segment.x.double() + segment.pending.double()
-    assert torch.equal(x, 2.0 * num_steps - 0.5 * total.double())
-    assert torch.equal(segment.c.double(), -total.double())
-
-
-def mixed_state(seed: int, scale: float = 1.0) -> State:
+def mixed_state(seed: int) -> State:
     """Make trained parameters of two precisions and buffers, over several chunks each."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def values(count: int) -> torch.Tensor:
-        return scale * torch.randn(count, generator=generator)
-
+    drawn = {"generator": torch.Generator().manual_seed(seed), "dtype": torch.float32}
     segments = [
-        Segment(values(3000), Role.TRAINED, chunk_bytes=1024),
-        Segment(values(700).abs(), Role.BUFFER, chunk_bytes=1024),
-        Segment(values(1501).double(), Role.TRAINED, chunk_bytes=4096),
+        Segment(torch.randn(3000, **drawn), Role.TRAINED, chunk_bytes=1024),
+        Segment(torch.randn(700, **drawn).abs(), Role.BUFFER, chunk_bytes=1024),
+        Segment(torch.randn(1501, **drawn).double(), Role.TRAINED, chunk_bytes=4096),
         Segment(torch.arange(5), Role.COPIED),
     ]
     return State(segments)
 
 
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float64])
+def new_tensors(request):
+    """Let new tensors have a precision that a script has chosen, which is no matter."""
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("new_tensors")
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_conserves_the_mean_of_z(name):
-    """Up to the rounding of sums, 1e-15 for float64. The squared distance is without buffers."""
+    """Both ends apply the same delta with opposite signs.
+
+    Up to the rounding of sums, 1e-15 for float64. The squared distance is without buffers.
+    """
     states, codecs = pair(name, mixed_state)
     values = [torch.cat([s.x for s in state.segments if s.c is not None]) for state in states]
     distances = [float((values[0] - values[1]).square().sum())]
@@ -248,6 +168,12 @@ def test_every_format_conserves_the_mean_of_z(name):
         # Beside codes, verdicts and repeats may be queued.
         most = FORMATS[name].window * (1 if name != "lattice8" else 3)
         assert all(link.most_queued <= most for link in links)
+        for mine, peers in zip(*(state.segments for state in states), strict=True):
+            if mine.role is Role.BUFFER:
+                assert torch.equal(present(mine), present(peers))
+                continue
+            assert torch.equal(mine.pending, -peers.pending)
+            assert mine.c is None or torch.equal(mine.c, -peers.c)
     after = sum(x_and_z(state)[1] for state in states)
     assert torch.allclose(after, before, rtol=0, atol=3e-6)
     assert torch.allclose(after[3700:], before[3700:], rtol=0, atol=1e-14)
@@ -307,29 +233,13 @@ def test_the_mean_of_z_does_not_drift_under_codes():
     assert float(drift.abs().max()) < 2e-6
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_both_ends_apply_the_same_delta_with_opposite_signs(name):
-    states, codecs = pair(name, mixed_state)
-    random = Random(1)
-    for _ in range(4):
-        for state in states:
-            state.boundary(0.0)
-        exchange(states, codecs, random)
-        for mine, peers in zip(*(state.segments for state in states), strict=True):
-            if mine.role is Role.BUFFER:
-                assert torch.equal(present(mine), present(peers))
-                continue
-            assert torch.equal(mine.pending, -peers.pending)
-            assert mine.c is None or torch.equal(mine.c, -peers.c)
-
-
 def state_with_moments(seed: int, dtype=torch.float32) -> State:
     """Make parameters of eight chunks, and two moments of seven each, which differ by worker."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(480, generator=generator).to(dtype)
+    x = torch.randn(480, generator=generator, dtype=torch.float32).to(dtype)
     moments = [
         Segment(
-            torch.rand(420, generator=generator).to(dtype),
+            torch.rand(420, generator=generator, dtype=torch.float32).to(dtype),
             Role.MOMENT,
             momentum=False,
             chunk_bytes=60 * dtype.itemsize,
@@ -345,6 +255,7 @@ def state_with_moments(seed: int, dtype=torch.float32) -> State:
     ("name", "dtype"),
     [("full", torch.bfloat16), ("bfloat16", torch.float32), ("lattice8", torch.float32)],
 )
+@pytest.mark.usefixtures("new_tensors")
 def test_an_exchange_carries_the_moments_that_are_due(name, dtype):
     """Neither, one, or both; more chunks than the window has slots, in frames of a drawn order."""
     random = Random(3)
@@ -380,25 +291,6 @@ def test_an_exchange_carries_the_moments_that_are_due(name, dtype):
             state.boundary(0.0)
             for segment in state.moments:
                 segment.x.mul_(0.5 + random.random())
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_the_precision_of_new_tensors_that_a_script_has_chosen_is_no_matter(name, dtype):
-    states = [state_with_moments(seed, torch.float32) for seed in (0, 1)]
-    before, distances = sum(x_and_z(state)[1] for state in states), []
-    torch.set_default_dtype(dtype)
-    try:
-        codecs = [Codec(name, state) for state in states]
-        for counter in range(3):
-            _, ends = exchange(
-                states, codecs, Random(0), id=ExchangeId(0, 0, counter), moments=(2, 3)
-            )
-            distances.append(ends[0].squared_distance)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert torch.allclose(sum(x_and_z(state)[1] for state in states), before, rtol=0, atol=3e-6)
-    assert distances[-1] < 1e-3 * distances[0]
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -1,39 +1,24 @@
 """A sum over a tree and one worker's values; the test plays the protocol."""
 
-from collections.abc import Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from consolidation import epoch
+from links import MemoryLink
 from torch import Tensor
 
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.state import Segment, State
-from gossipdp.gossip.sums import Sums
+from gossipdp.gossip.sums import MAX_QUEUED_CHUNKS, Sums
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.protocol import actions as do
 from gossipdp.protocol.messages import Epoch
 from gossipdp.protocol.reduction import Blame, Reduction, tree
 
 EPOCH = epoch(1)
-
-
-class Link:
-    """A link on which all leaves at once."""
-
-    def __init__(self, peer: int) -> None:
-        self.peer = peer
-        self.queued_chunks = 0
-        self.sent: list[tuple[FrameType, int, bytes]] = []
-        self.closed_for = ""
-
-    def send_chunk(self, frame_type: FrameType, key: ChunkKey, payload: memoryview) -> None:
-        self.sent.append((frame_type, key.index, bytes(payload)))
-
-    def close(self, reason: str) -> None:
-        self.closed_for = reason
 
 
 class Member:
@@ -43,7 +28,6 @@ class Member:
         self.rank = rank
         self.x = Segment(x.clone(), Role.TRAINED)
         self.said: list[tuple[Any, ...]] = []
-        self.reduction: Reduction | None = None
         self.begin(EPOCH)
         self.consolidation = SimpleNamespace(
             lead=EPOCH.leader,
@@ -51,22 +35,22 @@ class Member:
             left_out={},
             origin=EPOCH,
         )
-        self.links = {peer: Link(peer) for peer in range(3) if peer != rank}
-        state = State([self.x, Segment(torch.tensor([3, 4]), Role.COPIED)])
-        links: Mapping[int, Any] = self.links
         self.averages = SimpleNamespace(sum_of=lambda name: None)
+        self.result_landed = partial(self.tell, "result")
+        self.chunk_finished = partial(self.tell, "finished")
         self.num_poisoned = 0
+        self.links: Any = {peer: MemoryLink(peer) for peer in range(3) if peer != rank}
+        state = State([self.x, Segment(torch.tensor([3, 4]), Role.COPIED)])
         told: Any = self
-        self.sums = Sums(state, told, links, self.perform, lambda: 0.0, poisoned=self.poisoned)
+        self.sums = Sums(state, told, self.links, self.perform, lambda: 0.0, poisoned=self.poisoned)
 
     def poisoned(self) -> None:
         self.num_poisoned += 1
 
     def begin(self, name: Epoch) -> None:
-        actions: list[Any] = []
         blame = Blame(self.rank) if self.rank == 0 else None
-        self.reduction = Reduction(
-            name, self.rank, tree(range(3)), 1, actions, blame=blame, divisor=3
+        self.reduction: Reduction | None = Reduction(
+            name, self.rank, tree(range(3)), 1, [], blame=blame, divisor=3
         )
         self.reduction.advance()
 
@@ -81,42 +65,33 @@ class Member:
     def sum_of(self, name: Epoch) -> Reduction | None:
         return self.reduction if self.reduction and self.reduction.epoch == name else None
 
+    def tell(self, word: str, *told: Any) -> list[Any]:
+        """Note what the sums say, but for the sum's name and the time."""
+        self.said.append((word, *(each for each in told[:-1] if not isinstance(each, Epoch))))
+        return []
+
     def partial_landed(self, peer: int, name: Epoch, index: int, now: float) -> list[Any]:
         assert self.reduction is not None
         self.reduction.landed(peer, index)
-        self.said.append(("partial", peer, index))
-        return []
-
-    def result_landed(
-        self, peer: int, origin: Epoch, index: int, distance: float, now: float
-    ) -> list[Any]:
-        self.said.append(("result", peer, index, distance))
-        return []
-
-    def chunk_finished(self, name: Epoch, index: int, distance: float, now: float) -> list[Any]:
-        self.said.append(("finished", index, distance))
-        return []
+        return self.tell("partial", peer, index, now)
 
     def cannot_give(self, name: Epoch, rank: int, reason: str, now: float) -> list[Any]:
-        self.said.append(("cannot give", rank, reason))
         if rank == self.rank:
             self.reduction = None
-        return []
+        return self.tell("cannot give", rank, reason, now)
 
     # Its links.
 
-    def land(self, kind: FrameType, peer: int, values: Tensor, index: int = 0) -> None:
-        self.lands(kind, peer, values, index)
-        self.sums.landed(self.links[peer], kind, self.key(index))  # type: ignore[arg-type]
+    def land(self, kind: FrameType, peer: int, values: Tensor) -> None:
+        self.lands(kind, peer, values)
+        self.sums.landed(self.links[peer], kind, self.key)
 
-    def lands(self, kind: FrameType, peer: int, values: Tensor, index: int = 0) -> None:
-        room = self.sums.landing(self.links[peer], kind, self.key(index))  # type: ignore[arg-type]
+    def lands(self, kind: FrameType, peer: int, values: Tensor) -> None:
+        room = self.sums.landing(self.links[peer], kind, self.key)
         assert room is not None
         room[:] = memoryview(values.numpy()).cast("B")
 
-    @staticmethod
-    def key(index: int) -> ChunkKey:
-        return ChunkKey(EPOCH.leader, EPOCH.process_tag, EPOCH.number, index)
+    key = ChunkKey(EPOCH.leader, EPOCH.process_tag, EPOCH.number, 0)
 
     def outcome(self) -> list[Tensor]:
         self.perform([do.Commit(EPOCH, 0.25, 3)])
@@ -152,34 +127,21 @@ def test_the_mean_of_equal_workers_is_what_they_hold():
     assert torch.equal(root.outcome()[0], x)
 
 
-def test_integers_are_those_of_the_leader_and_floats_the_mean():
-    member = Member(1, torch.tensor([1.0, 2.0]))
-    mean, integers = torch.tensor([4.0, 6.0]), torch.tensor([7, 8])
-    member.land(RESULT, 0, mean)
-    member.land(RESULT, 0, integers, index=1)
-    assert member.said == [("result", 0, 0, 25.0), ("result", 0, 1, 0.0)]
-    values = member.outcome()
-    assert torch.equal(values[0], mean)
-    assert torch.equal(values[1], integers)
-    assert member.x.x.tolist() == [1.0, 2.0]
-
-
 def test_a_sum_that_is_sent_again_has_the_same_values():
     member = Member(1, torch.tensor([1.0, 2.0]))
     member.perform([do.SendPartial(0, EPOCH, 0)])
     member.x.x.add_(1.0)  # as it would, were it read again
     member.sums.link_lost(0)
     member.perform([do.SendPartial(0, EPOCH, 0)])
-    payload = torch.tensor([1.0, 2.0]).numpy().tobytes()
-    assert member.links[0].sent == [(PARTIAL, 0, payload)] * 2
+    sent = [(kind, key.index, bytes(payload)) for kind, key, payload in member.links[0].queue]
+    assert sent == [(PARTIAL, 0, torch.tensor([1.0, 2.0]).numpy().tobytes())] * 2
 
 
 @pytest.mark.parametrize("kind", [PARTIAL, RESULT])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_poison_that_arrives_is_not_taken(kind, poison):
-    worker, peer = (
-        (Member(0, torch.ones(2)), 1) if kind is PARTIAL else (Member(1, torch.ones(2)), 0)
-    )
+    rank, peer = (0, 1) if kind is PARTIAL else (1, 0)
+    worker = Member(rank, torch.ones(2))
     worker.land(kind, peer, torch.tensor([1.0, poison]))
     reason = "what it sent to be averaged holds NaN or infinity"
     assert worker.said == [("cannot give", peer, reason)]
@@ -190,38 +152,38 @@ def test_poison_that_arrives_is_not_taken(kind, poison):
         assert worker.outcome()[0].tolist() == [1.0, 1.0]
 
 
-def test_poison_of_its_own_is_not_given():
-    member = Member(1, torch.tensor([1.0, float("nan")]))
-    member.perform([do.SendPartial(0, EPOCH, 0)])
-    ((word, rank, reason),) = member.said
-    assert (word, rank) == ("cannot give", 1)
+@pytest.mark.parametrize(
+    ("rank", "x", "action"),
+    [
+        (1, float("nan"), do.SendPartial(0, EPOCH, 0)),
+        # Each part of the sum is finite, so no worker before has seen anything wrong.
+        (0, 3e38, do.FinishChunk(EPOCH, 0, 3)),
+    ],
+)
+def test_poison_of_its_own_or_of_a_sum_is_not_given(rank, x, action):
+    member = Member(rank, torch.full((2,), x))
+    for peer in (1, 2) if rank == 0 else ():
+        member.land(PARTIAL, peer, torch.full((2,), 1e38))
+    member.said.clear()
+    member.perform([action])
+    ((word, said_of, reason),) = member.said
+    assert (word, said_of) == ("cannot give", rank)
     assert reason.endswith("hold NaN or infinity")
     assert member.num_poisoned == 1, "and it hears that itself"
-    assert member.links[0].sent == []
-
-
-def test_a_sum_that_overflows_is_neither_sent_nor_finished():
-    """Each part of it is finite, so no worker before has seen anything wrong."""
-    root = Member(0, torch.full((2,), 3e38))
-    for peer in (1, 2):
-        root.land(PARTIAL, peer, torch.full((2,), 1e38))
-    root.said.clear()
-    root.perform([do.FinishChunk(EPOCH, 0, 3)])
-    assert [each[:2] for each in root.said] == [("cannot give", 0)]
-    assert root.num_poisoned == 1
+    assert not any(link.queue for link in member.links.values())
 
 
 def test_an_old_result_is_not_sent_in_place_of_a_new_one():
     """It waits behind a full link while a new sum begins; its own integers are no result."""
     worker = Member(1, torch.ones(2))
-    link: Any = worker.links[2]
-    link.queued_chunks = 100
+    queue = worker.links[2].queue
+    queue.extend(range(MAX_QUEUED_CHUNKS))
     worker.perform([do.SendResult(2, EPOCH, 1)])
     worker.consolidation.origin = epoch(2)
     worker.perform([do.Forget(EPOCH)])
-    link.queued_chunks = 0
+    queue.clear()
     worker.perform([])
-    assert link.sent == []
+    assert not queue
     assert not worker.sums._slots
 
 
@@ -233,8 +195,7 @@ def test_what_arrives_of_a_sum_that_was_given_up_is_left_alone():
     root.lands(PARTIAL, 1, torch.tensor([5.0, 5.0]))
     root.perform([do.Forget(EPOCH)])
     root.begin(epoch(2))
-    link: Any = root.links[1]
-    root.sums.landed(link, PARTIAL, root.key(0))
+    root.sums.landed(root.links[1], PARTIAL, root.key)
     assert root.said == []
     root.perform([do.FinishChunk(epoch(2), 0, 1), do.FinishChunk(EPOCH, 0, 1)])
     assert [each[:2] for each in root.said] == [("finished", 0)]

@@ -16,7 +16,6 @@ from waiting import LONGEST_S, wait_until
 
 from gossipdp.gossip import thread as threads
 from gossipdp.gossip.thread import Background, GossipThread, one_blas_thread
-from gossipdp.protocol.neighbours import Place
 
 
 def fail(*_: object) -> None:
@@ -47,11 +46,7 @@ def test_steps_since_a_tick_came_due_are_counted(wake_at_step, behind):
     assert len(woken) == sum(step >= wake_at_step for step in range(1, 6))
 
 
-def place(rate: float) -> Place:
-    return Place({1: rate}, rate, 0.0, 0.5)
-
-
-def until_there(background: Background[Place], key: object, function: Callable[[], Place]) -> Place:
+def until_there(background: Background[int], key: object, function: Callable[[], int]) -> int:
     deadline_s = time.monotonic() + 30.0
     while (found := background(key, function)) is None:
         assert time.monotonic() < deadline_s
@@ -65,22 +60,22 @@ def threads_of_blas() -> list[int]:
 
 def test_graphs_are_worked_out_in_a_thread_of_their_own_and_the_newest_counts():
     """Its caller is never held up, and numpy's library takes one core, not all of them."""
-    background, go_on = Background[Place](one_blas_thread), threading.Event()
+    background, go_on = Background[int](one_blas_thread), threading.Event()
     ran_in: list[str] = []
     blas: list[int] = []
 
-    def first() -> Place:
+    def first() -> int:
         ran_in.append(threading.current_thread().name)
         blas.extend(threads_of_blas())
         go_on.wait()
-        return place(1.0)
+        return 1
 
     assert background("first", first) is None
     assert background("first", first) is None
-    assert background("second", lambda: place(2.0)) is None, "the first still runs"
+    assert background("second", lambda: 2) is None, "the first still runs"
     go_on.set()
-    assert until_there(background, "second", lambda: place(2.0)) == place(2.0)
-    assert until_there(background, "first", lambda: place(3.0)) == place(3.0)
+    assert until_there(background, "second", lambda: 2) == 2
+    assert until_there(background, "first", lambda: 3) == 3
     assert ran_in == ["gossipdp-background"]
     assert set(blas) == {1}
 
@@ -103,25 +98,25 @@ class Guard:
 def test_blas_has_its_threads_back_though_two_graphs_are_worked_out_at_once(monkeypatch):
     before, guard, go_on = threads_of_blas(), Guard(), threading.Event()
     monkeypatch.setattr(threads, "_blas_guard", guard)
-    one, other = (Background[Place](one_blas_thread) for _ in range(2))
+    one, other = (Background[int](one_blas_thread) for _ in range(2))
 
-    def first() -> Place:
+    def first() -> int:
         assert go_on.wait(LONGEST_S)
-        return place(1.0)
+        return 1
 
     assert one("first", first) is None
     wait_until(guard.lock.locked, "the first is worked out")
-    assert other("second", lambda: place(2.0)) is None
+    assert other("second", lambda: 2) is None
     assert guard.is_awaited.wait(LONGEST_S)
     go_on.set()
-    assert until_there(other, "second", lambda: place(2.0)) == place(2.0)
-    assert until_there(one, "first", first) == place(1.0)
+    assert until_there(other, "second", lambda: 2) == 2
+    assert until_there(one, "first", first) == 1
     assert threads_of_blas() == before
 
 
 def test_what_goes_wrong_with_a_graph_is_raised_where_it_was_asked_for():
     with pytest.raises(OSError, match="no such device"):
-        until_there(Background[Place](), "graph", fail)
+        until_there(Background[int](), "graph", fail)
 
 
 @pytest.mark.parametrize("meets", ["before the wish", "the wish", "within the step", "the turn"])

@@ -34,8 +34,7 @@ def test_alone_without_a_message():
 
 def test_an_infinite_distance_is_the_largest_that_can_be_said():
     """Parameters near 1e20 are finite, and their squares are not in float32."""
-    machine = worker(0, num_chunks=1, num_copied_chunks=1)
-    machine.review(view(1))
+    machine = worker(0, num_chunks=1, num_copied_chunks=1, among=view(1))
     commit, _ = machine.chunk_finished(epoch(1), 0, math.inf)
     assert commit == do.Commit(epoch(1), say.MAX_DISTANCE2, 1)
     told = say.Envelope(say.Distance(epoch(1), say.MAX_DISTANCE2))
@@ -80,18 +79,14 @@ def test_an_inner_worker_from_begin_to_release():
 
 
 def test_a_lower_epoch_is_not_followed_and_its_leader_is_told():
-    machine = worker(2)
-    machine.review(view(3))
-    machine.receive(0, begin(5, 0, 1, 2))
+    machine = worker(2, among=view(3), joins=5)
     assert machine.receive(0, begin(4, 0, 1, 2)) == [do.Send(0, say.NewerEpoch(epoch(5)))]
     assert machine.receive(1, begin(6, 1, 2)) == [], "lower leader wins"
     assert machine.receive(1, say.CommitEpoch(epoch(4, 1), 0.0)) == []
 
 
 def test_a_death_begins_a_new_epoch_under_the_next_lowest():
-    machine = worker(1)
-    machine.review(view(3))
-    machine.receive(0, begin(3, 0, 1, 2))
+    machine = worker(1, among=view(3), joins=3)
     start = begin(4, 1, 2)
     actions = machine.review(view(3, worker0=Status.DEAD))
     assert actions[:2] == [do.Forget(epoch(3)), do.Send(2, start)]
@@ -99,9 +94,7 @@ def test_a_death_begins_a_new_epoch_under_the_next_lowest():
 
 
 def test_of_two_results_the_later_one_stays():
-    machine = worker(1, num_chunks=1)
-    machine.review(view(3))
-    machine.receive(0, begin(2, 0, 1, 2))
+    machine = worker(1, num_chunks=1, among=view(3), joins=2)
     machine.result_landed(0, epoch(2), 0, 2.0)
     old, held, newer = (say.Average(epoch(number), 3, None) for number in (1, 2, 4))
     tells = do.Send(0, say.Held(epoch(3), held))
@@ -133,8 +126,7 @@ def test_a_child_that_joined_before_its_parent_says_once_more_what_it_wants():
 
 
 def test_a_result_is_sent_once_an_epoch_and_link_and_never_beyond_what_there_is_room_for():
-    machine = worker(0, num_chunks=1, num_copied_chunks=2)
-    machine.review(view(2))
+    machine = worker(0, num_chunks=1, num_copied_chunks=2, among=view(2))
     machine.partial_landed(1, epoch(1), 0)
     machine.chunk_finished(epoch(1), 0, 0.0)
     sent = [do.SendResult(1, epoch(1), chunk) for chunk in range(3)]
@@ -151,8 +143,7 @@ def test_a_result_is_sent_once_an_epoch_and_link_and_never_beyond_what_there_is_
 
 def test_who_has_led_stays_while_one_lives_that_was_no_member():
     """One that is lower came: it leads from now on."""
-    machine = worker(1, num_chunks=0)
-    machine.review(view(3, worker0=Status.DEAD))
+    machine = worker(1, num_chunks=0, among=view(3, worker0=Status.DEAD))
     assert do.Commit(epoch(1, 1), 0.0, 2) in machine.receive(2, say.Distance(epoch(1, 1), 0.0))
     machine.review(view(3))
     assert machine.receive(2, say.Committed(epoch(1, 1))) == []
@@ -160,9 +151,7 @@ def test_who_has_led_stays_while_one_lives_that_was_no_member():
 
 
 def test_a_member_stays_while_one_lives_that_was_no_member():
-    machine = worker(1, num_chunks=0)
-    machine.review(view(2))
-    machine.receive(0, begin(1, 0, 1))
+    machine = worker(1, num_chunks=0, among=view(2), joins=1)
     assert do.Send(0, say.Committed(epoch(1))) in machine.receive(0, say.CommitEpoch(epoch(1), 0.0))
     machine.review(view(3))
     assert machine.receive(0, say.Release(epoch(1))) == []
@@ -171,8 +160,7 @@ def test_a_member_stays_while_one_lives_that_was_no_member():
 
 
 def test_a_new_epoch_begins_with_nothing_of_the_last():
-    machine = worker(0, num_chunks=2)
-    machine.review(view(3))
+    machine = worker(0, num_chunks=2, among=view(3))
     for child in (1, 2):
         machine.partial_landed(child, epoch(1), 0)
     machine.chunk_finished(epoch(1), 0, 5.0)
@@ -186,9 +174,7 @@ def test_a_new_epoch_begins_with_nothing_of_the_last():
 
 
 def test_what_was_asked_in_vain_is_asked_again():
-    machine = worker(2)
-    machine.review(view(3))
-    machine.receive(0, begin(1, 0, 1, 2))
+    machine = worker(2, among=view(3), joins=1)
     for _ in range(3):
         assert ticks(machine, REPEAT_AFTER - 1) == []
         assert ticks(machine, 1) == [do.Send(0, pull_results(1, 0))]
@@ -199,8 +185,7 @@ def test_what_was_asked_in_vain_is_asked_again():
 
 
 def test_a_sum_that_was_given_up_takes_nothing_more():
-    machine = worker(0, num_chunks=1)
-    machine.review(view(3))
+    machine = worker(0, num_chunks=1, among=view(3))
     machine.partial_landed(2, epoch(1), 0)
     machine.review(view(3, worker1=Status.DEAD))
     assert machine.partial_landed(2, epoch(1), 0) == []

@@ -11,8 +11,7 @@ from gossipdp.protocol.reduction import GRACE, STALLED_AFTER
 
 
 def test_a_leader_leaves_out_a_leaf_that_lives_and_gives_nothing():
-    machine = worker(0)
-    machine.review(view(3))
+    machine = worker(0, among=view(3))
     machine.partial_landed(1, epoch(1), 0)
     machine.partial_landed(1, epoch(1), 1)
     assert begun(ticks(machine, STALLED_AFTER + GRACE - 2)) <= {begin(1, 0, 1, 2)}
@@ -28,9 +27,7 @@ def test_a_leader_leaves_out_a_leaf_that_lives_and_gives_nothing():
 
 @pytest.mark.parametrize("how", ["chunks", "what moves elsewhere", "new epochs"])
 def test_a_leader_under_which_anything_moves_is_not_passed_over(how):
-    machine = worker(1, num_chunks=100)
-    machine.review(view(3))
-    machine.receive(0, begin(1, 0, 1, 2))
+    machine = worker(1, num_chunks=100, among=view(3), joins=1)
     for number in range(2, 12):
         ticks(machine, PASS_OVER_AFTER - 1)
         match how:
@@ -45,9 +42,7 @@ def test_a_leader_under_which_anything_moves_is_not_passed_over(how):
 
 
 def test_a_leader_whose_count_stands_still_is_passed_over():
-    machine = worker(1, num_chunks=100)
-    machine.review(view(3))
-    machine.receive(0, begin(1, 0, 1, 2))
+    machine = worker(1, num_chunks=100, among=view(3), joins=1)
     for _ in range(PASS_OVER_AFTER + 1):
         assert machine.left_out == {}
         machine.receive(0, say.Progressed(epoch(1), 7))
@@ -56,8 +51,7 @@ def test_a_leader_whose_count_stands_still_is_passed_over():
 
 
 def test_a_leader_that_begins_anew_without_end_is_passed_over():
-    machine = worker(1)
-    machine.review(view(3))
+    machine = worker(1, among=view(3))
     for number in range(1, MAX_EPOCHS + 3):
         machine.receive(0, begin(number, 0, 1, 2))
         ticks(machine, 1)
@@ -90,8 +84,7 @@ def test_the_end_of_the_leaders_wait_is_that_of_all():
 
 
 def test_who_has_a_leader_begin_anew_again_and_again_is_left_out():
-    machine = worker(0)
-    machine.review(view(3))
+    machine = worker(0, among=view(3))
     for number in range(2, 2 * MAX_RESTARTS + 4, 2):
         machine.receive(2, say.NewerEpoch(epoch(number, 2)))
     assert set(machine.left_out) == {2}
@@ -99,13 +92,10 @@ def test_who_has_a_leader_begin_anew_again_and_again_is_left_out():
 
 
 def test_a_worker_that_cannot_give_says_so_and_is_left_out():
-    leaf = worker(2)
-    leaf.review(view(3))
-    leaf.receive(0, begin(1, 0, 1, 2))
+    leaf = worker(2, among=view(3), joins=1)
     (said,) = leaf.cannot_give(epoch(1), 2, "its parameters hold NaN or infinity")
     assert said.peer == 0
-    leader = worker(0)
-    leader.review(view(3))
+    leader = worker(0, among=view(3))
     leader.receive(2, said.message)
     (again,) = begun(ticks(leader, GRACE)) - {begin(1, 0, 1, 2)}
     assert again.left_out == (say.LeftOut(process(2), "its parameters hold NaN or infinity"),)
@@ -113,8 +103,7 @@ def test_a_worker_that_cannot_give_says_so_and_is_left_out():
 
 @pytest.mark.parametrize(("useless_of", "left_out"), [(None, {2}), (1, {2}), (2, set())])
 def test_who_holds_the_result_and_sends_nothing_or_useless_values_is_left_out(useless_of, left_out):
-    machine = worker(1, num_chunks=1)
-    machine.review(view(3, worker0=Status.DEAD))
+    machine = worker(1, num_chunks=1, among=view(3, worker0=Status.DEAD))
     machine.receive(2, say.Held(epoch(1, 1), say.Average(epoch(1), 3, 0.25)))
     if useless_of is None:
         ticks(machine, STALLED_AFTER)
@@ -124,8 +113,7 @@ def test_who_holds_the_result_and_sends_nothing_or_useless_values_is_left_out(us
 
 
 def test_accuser_and_accused_come_last_in_the_next_tree():
-    machine = worker(0)
-    machine.review(view(8))
+    machine = worker(0, among=view(8))
     stalled = begin(1, *range(8))
     machine.receive(3, say.Stalled(epoch(1), 6, True, "not a child of it"))
     machine.receive(3, say.Stalled(epoch(1), 7, True, "nothing came"))

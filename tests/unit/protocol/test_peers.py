@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from statistics import median
 
 import pytest
 from hypothesis import given
@@ -25,79 +26,73 @@ def make_peers(*ranks: int) -> Peers:
     return peers
 
 
-def answer(peers: Peers, peer: int, *after_s: float, in_time: bool = True) -> None:
-    for number, seconds in enumerate(after_s):
-        id = ExchangeId(0, 0, number)
-        peers.proposed(peer, id, 1.0)
-        peers.answered(peer, id, 1.0 + seconds, in_time=in_time)
-
-
 def exchange(peers: Peers, peer: int, now: float = 1.0, **measured: float) -> None:
     values = {"duration_s": 0.01, "gap_s": 0.001, "demands_per_s": 20.0} | measured
     peers.exchanged(peer, now, **values)
 
 
-@pytest.mark.parametrize(
-    ("answers_s", "wait_s"),
-    [
-        ([], limits.FIRST_WAIT_S),
-        ([0.001] * 9, limits.SHORTEST_WAIT_S),
-        ([0.3], limits.USUAL_ANSWERS * 0.3),
-        ([0.001] * 5 + [0.1, 0.2, 0.3, 0.4], limits.SHORTEST_WAIT_S),
-        ([9.0], limits.LONGEST_WAIT * TIMEOUT_S),
-    ],
+answer_event = st.tuples(
+    st.sampled_from(["ask", "ask", "answer", "late answer", "no answer", "heard", "says", "link"]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([0.001, 0.1, 0.4, 3.0]),  # seconds that pass before it
 )
-def test_a_wait_is_a_few_times_the_median_answer(answers_s, wait_s):
-    peers = make_peers(1, 2)
-    answer(peers, 1, *answers_s)
-    assert peers.wait_s(1) == pytest.approx(wait_s)
-    assert peers.wait_s(2) == pytest.approx(wait_s), "at first as others"
-    answer(peers, 2, 0.2)
-    assert peers.wait_s(2) == pytest.approx(limits.USUAL_ANSWERS * 0.2)
 
 
-def test_each_withdrawal_doubles_the_wait_until_an_answer_in_time():
-    """So a peer 300 ms away is reached, although its first answers come too late."""
-    peers = make_peers(1)
-    for count in (1, 2, 4):
-        assert peers.wait_s(1) == pytest.approx(count * limits.FIRST_WAIT_S)
-        peers.unanswered(1, 1.0)
-    for _ in range(10):
-        peers.unanswered(1, 1.0)
-    assert peers.wait_s(1) == limits.LONGEST_WAIT * TIMEOUT_S
-    peers = make_peers(1)
-    peers.unanswered(1, 1.0)
-    answer(peers, 1, 0.3, in_time=False)
-    assert peers.wait_s(1) == pytest.approx(2 * limits.USUAL_ANSWERS * 0.3)
-    answer(peers, 1, 0.3)
-    assert peers.wait_s(1) == pytest.approx(limits.USUAL_ANSWERS * 0.3)
+@given(st.lists(answer_event, min_size=20, max_size=60))
+def test_waits_and_who_is_left_out_are_those_of_a_model_after_every_event(events):
+    """A wait is a few times the median answer, and doubles until an answer in time.
 
+    So a peer 300 ms away is reached, although its first answers come too late. At first a peer is
+    as others are. One that does not answer is left out until it says something, or, some waits
+    later, shows life.
+    """
+    peers, now = make_peers(1, 2), 1.0
+    asked: dict[int, list[tuple[ExchangeId, float]]] = {1: [], 2: []}
+    answers: dict[int, list[float]] = {1: [], 2: []}
+    of_all = list[float]()
+    withdrawn, left_out = {1: 0, 2: 0}, dict[int, float]()
 
-def test_the_answer_to_a_withdrawn_proposal_counts_from_that_proposal():
-    peers = make_peers(1)
-    for number, sent in enumerate((1.0, 1.2, 1.4)):
-        peers.proposed(1, ExchangeId(0, 0, number), sent)
-    peers.answered(1, ExchangeId(0, 0, 1), 1.5, in_time=False)
-    peers.answered(1, ExchangeId(0, 0, 0), 1.5, in_time=False)  # older than one that was answered
-    assert peers.wait_s(1) == pytest.approx(limits.USUAL_ANSWERS * 0.3)
+    def wait_of(peer: int) -> float:
+        last = (answers[peer] or of_all)[-limits.LAST :]
+        usual_s = limits.USUAL_ANSWERS * median(last) if last else limits.FIRST_WAIT_S
+        wait_s = max(limits.SHORTEST_WAIT_S, usual_s) * 2 ** withdrawn[peer]
+        return min(wait_s, limits.LONGEST_WAIT * TIMEOUT_S)
 
-
-@pytest.mark.parametrize(
-    "sign", [lambda peers: peers.says(1, is_closed=False), lambda peers: peers.up(1, 1.0)]
-)
-def test_who_does_not_answer_is_left_out_until_an_answer_or_a_sign_of_life_some_waits_later(sign):
-    peers = make_peers(1, 2)
-    peers.has_changed = False
-    peers.unanswered(1, 1.0)
-    assert peers.has_changed
-    back = 1.0 + limits.LEFT_OUT_WAITS * limits.FIRST_WAIT_S
-    peers.heard(1, back - 0.01)
-    assert peers.can_exchange([1, 2], back) == [2]
-    peers.heard(1, back)
-    assert peers.can_exchange([1, 2], back) == [1, 2]
-    peers.unanswered(1, 1.0)
-    sign(peers)
-    assert peers.can_exchange([1, 2], 1.0) == [1, 2]
+    for number, (kind, peer, passed_s) in enumerate(events):
+        now += passed_s
+        before, peers.has_changed = dict(left_out), False
+        match kind:
+            case "ask":
+                asked[peer].append((ExchangeId(0, 0, number), now))
+                peers.proposed(peer, *asked[peer][-1])
+            case "answer" | "late answer" if asked[peer]:
+                index = number % len(asked[peer])  # those before it crossed with one of the peer
+                id, asked_at = asked[peer][index]
+                del asked[peer][: index + 1]
+                peers.answered(peer, id, now, in_time=kind == "answer")
+                peers.answered(peer, id, now + 1.0, in_time=False)  # once more
+                answers[peer].append(now - asked_at)
+                of_all.append(now - asked_at)
+                withdrawn[peer] *= kind != "answer"
+            case "no answer":
+                left_out[peer] = now + limits.LEFT_OUT_WAITS * wait_of(peer)
+                peers.unanswered(peer, now)
+                withdrawn[peer] += 1
+            case "heard":
+                peers.heard(peer, now)
+                if now >= left_out.get(peer, math.inf):
+                    del left_out[peer]
+            case "says":
+                peers.says(peer, is_closed=False)
+                left_out.pop(peer, None)
+            case "link":
+                peers.up(peer, now)
+                asked[peer].clear()
+                left_out.pop(peer, None)
+        assert peers.has_changed == (kind in ("link", "no answer") or left_out != before)
+        assert peers.can_exchange([1, 2], now) == [each for each in (1, 2) if each not in left_out]
+        for each in (1, 2):
+            assert peers.wait_s(each) == pytest.approx(wait_of(each))
 
 
 def test_an_exchange_may_stand_still_for_a_few_of_the_longest_gaps_but_one():

@@ -205,7 +205,12 @@ def test_nothing_stays_of_a_joiner_that_is_forgotten():
 
 
 def after_a_sleep(
-    ending: Status, *, woken_s: float = 7.0, heard_s: float | None = None, died_s: float = 9.0
+    ending: Status,
+    *,
+    woken_s: float = 7.0,
+    heard_s: float | None = None,
+    died_s: float = 9.0,
+    has_left: bool = False,
 ) -> list[LeftBehind]:
     """Let worker 0 sleep from 2 s on, and both others end at ``died_s``, seen there or at 9 s."""
     watcher = Watcher()
@@ -216,6 +221,8 @@ def after_a_sleep(
     watcher.presence.slept(2.0, woken_s)
     if heard_s is not None:
         watcher.presence.heard(2, heard_s)
+    if has_left:
+        watcher.membership.set_status(Status.LEFT)
     watcher.membership.merge_all(ended)
     actions = watcher.presence.review(9.0, has_changed=True)
     actions += watcher.presence.review(9.1, has_changed=False)
@@ -235,16 +242,7 @@ def test_a_last_survivor_goes_on_even_if_it_sleeps():
     assert after_a_sleep(Status.DEAD, died_s=1.5) == []
     # It slept too briefly for the others to find it dead, and to end without it.
     assert after_a_sleep(Status.DEAD, woken_s=5.0) == []
-
-
-def test_one_that_has_left_itself_is_not_left_behind():
-    watcher = Watcher()
-    watcher.look(1.0, Member(1, 0, 101))
-    watcher.presence.slept(2.0, 7.0)
-    watcher.membership.set_status(Status.LEFT)
-    watcher.membership.merge(Member(1, 0, 101, Status.LEFT))
-    actions = watcher.presence.review(7.0, has_changed=True)
-    assert of_type(actions, LeftBehind) == []
+    assert after_a_sleep(Status.LEFT, has_left=True) == [], "it has left itself"
 
 
 # --- rivals and joiners --------------------------------------------------------------------

@@ -69,44 +69,6 @@ def test_a_root_divides_only_once_it_knows_by_what():
     assert root.asked() == [FinishChunk(EPOCH, 0, 1)]
 
 
-def test_a_leaf_sends_what_it_is_asked_for_and_begins_anew_only_on_a_new_link():
-    leaf = Sum(1, 2)
-    leaf.sum.advance()
-    assert leaf.asked() == [], "its parent has no room yet"
-    leaf.sum.receive(0, pull(0, 2))
-    assert leaf.asked() == [SendPartial(0, EPOCH, 0), SendPartial(0, EPOCH, 1)]
-    leaf.sum.receive(0, pull(0, 2))
-    assert leaf.asked() == [], "a repetition"
-    leaf.sum.receive(0, pull(1, 3))
-    assert leaf.asked() == [SendPartial(0, EPOCH, 2)]
-    leaf.sum.link_lost(0)
-    leaf.sum.advance()
-    assert leaf.asked() == [], "where to begin is for its parent to say"
-    leaf.sum.receive(0, pull(1, 4))
-    assert leaf.asked() == [SendPartial(0, EPOCH, chunk) for chunk in (1, 2, 3)]
-    leaf.sum.receive(0, pull(4, 100))
-    assert len(leaf.asked()) == 9 - 4, "as many as there are"
-
-
-def test_an_inner_member_sends_what_both_children_gave_and_stays_within_its_window():
-    inner = Sum(1, 5)
-    inner.sum.receive(0, pull(0, WINDOW))
-    assert inner.asked() == [Send(3, pull(0, WINDOW)), Send(4, pull(0, WINDOW))]
-    assert inner.sum.accepts(4, 0)
-    assert not inner.sum.accepts(4, 1), "out of order"
-    assert not inner.sum.accepts(2, 0), "no child"
-    assert not inner.sum.landed(4, 1)
-    assert inner.sum.landed(4, 0)
-    assert not inner.sum.accepts(4, 0), "it is there already"
-    assert inner.asked() == []
-    inner.sum.landed(3, 0)
-    assert inner.asked() == [SendPartial(0, EPOCH, 0)]
-    for chunk in range(1, WINDOW):
-        inner.sum.landed(3, chunk)
-        inner.sum.landed(4, chunk)
-    assert not inner.sum.accepts(3, WINDOW), "its parent has no room for more"
-
-
 class Sums:
     """All members of one sum; what they send waits until it is delivered, in order by link."""
 
@@ -133,6 +95,10 @@ class Sums:
             return False
         if may_lose and self._random.random() < 0.1:
             self._lose(self._random.choice(self.members[1:]))
+        elif may_lose and self._random.random() < 0.1:
+            child = self._random.choice(self.members[1:]).sum
+            self.members[child.parent].sum.repeat(child.rank)
+            self._send(self.members[child.parent])
         elif self.finished and (not full or self._random.random() < 0.3):
             self.members[0].sum.finished(self.finished.popleft())
             self._send(self.members[0])
@@ -145,12 +111,17 @@ class Sums:
         item, member = self._links[ends].popleft(), self.members[receiver]
         if isinstance(item, PullPartials):
             self.told[receiver] = item.start
-            member.sum.receive(sender, item)
+            stop = item.stop if item.stop < self.num_chunks else 100  # more than there are
+            member.sum.receive(sender, pull(item.start, stop))
         else:
             chunk, values = item
             assert member.sum.accepts(sender, chunk), "whatever comes is what was asked for"
+            assert not member.sum.accepts(sender, chunk + 1), "out of order"
             self._values[receiver, chunk] += values
             assert member.sum.landed(sender, chunk)
+            assert not member.sum.landed(sender, chunk), "it is there already"
+            is_room = member.sum.awaits(sender)
+            assert member.sum.accepts(sender, chunk + 1) == is_room, "only what there is room for"
         self._send(member)
 
     def _lose(self, child: Sum) -> None:
@@ -295,34 +266,28 @@ def judged(blame: Blame):
     return verdicts[-1]
 
 
-def test_whom_the_root_does_not_hear_may_be_heard_by_others():
+@pytest.mark.parametrize(
+    "attempts",
+    [
+        # The root does not hear its child; others may.
+        [([(0, 1, False)], set(), {1}), ([(3, 1, True)], {1}, {1})],
+        # Of two, one of whom accuses the other, both are suspect. A suspect stalls no other.
+        [([(2, 5, True)], set(), {2, 5}), ([(4, 5, True)], {5}, {2, 5})],
+        # Who waits for another is not to blame.
+        [([(0, 1, True), (1, 3, True)], set(), {1, 3})],
+    ],
+)
+def test_accused_and_accuser_are_suspect_and_a_suspect_that_stalls_again_is_left_out(attempts):
+    """Of each attempt: who accused which, and is heard; who is left out; and who is suspect."""
     blame = Blame(0)
-    blame.said(0, stalled(1, is_heard=False))
-    assert judged(blame) == {}
-    assert blame.suspects == {1}
-    assert blame.begin([1, 2, 3]) == ([2, 3, 1], True)
-    blame.said(3, stalled(1))
-    assert judged(blame) == {1: "1 it is"}
-
-
-def test_of_two_one_of_whom_accuses_the_other_both_are_suspect():
-    blame = Blame(0)
-    blame.said(2, stalled(5))
-    assert judged(blame) == {}
-    assert blame.suspects == {2, 5}
-    assert blame.begin([1, 2, 3, 4, 5]) == ([1, 3, 4, 2, 5], True)
-    assert blame.begin([1, 3]) == ([1, 3], False)
-    blame.said(4, stalled(5))
-    assert judged(blame) == {5: "5 it is"}
-    assert blame.suspects == {2, 5}, "whom a suspect stalls is none for it"
-
-
-def test_who_waits_for_another_itself_is_not_to_blame():
-    blame = Blame(0)
-    blame.said(0, stalled(1))
-    blame.said(1, stalled(3))
-    assert judged(blame) == {}
-    assert blame.suspects == {1, 3}
+    for said, left_out, suspects in attempts:
+        for accuser, rank, is_heard in said:
+            blame.said(accuser, stalled(rank, is_heard))
+        assert judged(blame) == {rank: f"{rank} it is" for rank in left_out}
+        assert blame.suspects == suspects
+        others = sorted({1, 2, 3, 4, 5} - suspects)
+        assert blame.begin(range(1, 6)) == ([*others, *sorted(suspects)], True)
+    assert blame.begin(others) == (others, False), "none of these is suspect"
 
 
 def test_an_attempt_never_ends_without_a_consequence():

@@ -1,7 +1,7 @@
 """WorkerProtocol beyond its parts: links, silence, news, the end of training."""
 
 import pytest
-from driven_worker import TIMEOUT_S, ask, make_worker, member, of_type, run, said, tell
+from driven_worker import ask, make_worker, member, of_type, run, said, tell
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +10,7 @@ from gossipdp.graph.topology import build_graph
 from gossipdp.protocol import messages as say
 from gossipdp.protocol.actions import Begin, Send, Stop, Unlink
 from gossipdp.protocol.members import Status
-from gossipdp.protocol.pairing import Exchanging, Idle, Proposing
+from gossipdp.protocol.pairing import Idle, Proposing
 from gossipdp.protocol.peers import FIRST_WAIT_S
 from gossipdp.protocol.worker import Action, WorkerProtocol
 
@@ -73,20 +73,6 @@ def test_a_new_link_aborts_the_exchange_of_the_old_one():
     actions = worker.link_up(0, 0.2)
     assert isinstance(actions[0], Stop)
     assert worker.pairing.state == Idle()
-
-
-def test_a_silent_peer_is_neither_chosen_nor_waited_for():
-    worker = make_worker(0, 2)
-    first = ask_others(worker, 0.1)
-    other = 2 - first.peer
-    actions = run(worker, 0.1, TIMEOUT_S + 0.1, {other})
-    assert worker.peers.silent == {first.peer}
-    assert worker.peers.live == {other}
-    assert isinstance(said(actions, other)[0], say.Propose)
-    late = worker.receive(first.peer, say.Envelope(say.Accept(first.id, 0.5)), TIMEOUT_S + 1)
-    assert say.Cancel(first.id) in said(late)
-    assert worker.peers.silent == frozenset()
-    assert first.peer in worker.pairing.available
 
 
 def test_who_does_not_answer_is_left_out_until_it_does_and_keeps_its_link():
@@ -188,34 +174,6 @@ def test_who_is_asked_less_than_its_half_asks_more():
     assert num_exchanges == pytest.approx(160, abs=8)
 
 
-def test_the_dead_and_departed_are_not_available_but_the_done_are():
-    for status in (Status.ALIVE, Status.DONE, Status.LEFT, Status.DEAD):
-        worker = make_worker(0, 2)
-        worker.receive(2, tell(member(0, status)), 0.1)
-        assert (0 in worker.pairing.available) is (status in (Status.ALIVE, Status.DONE))
-
-
-def test_news_is_told_once_a_link_and_anew_on_a_new_one():
-    worker = make_worker()
-    for peer, now in ((0, 0.0), (2, 1.2)):
-        (hello,) = worker.link_up(peer, now)
-        assert [known.rank for known in hello.message.members] == list(range(6))
-        news = of_type(worker.poll(now + 1.1), Send)
-        assert all(action.message.members == () for action in news)
-
-
-def test_news_does_not_wait_for_the_heartbeat():
-    worker = make_worker(0, 2)
-    run(worker, 0.0, 1.0, {0, 2})
-    actions = worker.receive(0, tell(member(3, Status.DONE)), 1.0)
-    told = [
-        action.message.members
-        for action in actions + run(worker, 1.0, 1.06, {0, 2})
-        if isinstance(action, Send) and action.peer == 2
-    ]
-    assert (member(3, Status.DONE),) in told
-
-
 def test_method_none_answers_busy_and_never_asks():
     worker = make_worker(0, 2, method="none")
     for step in range(100):
@@ -229,31 +187,17 @@ def test_method_none_answers_busy_and_never_asks():
 
 def test_hold_and_release():
     worker = make_worker(0, 2)
-    state = ask_others(worker, 0.1)
+    ask_others(worker, 0.1)
     worker.hold(0.2)
-    assert said(worker.receive(state.peer, say.Envelope(say.Accept(state.id, 0.5)), 0.3)) == [
-        say.Cancel(state.id)
-    ]
-    other = 2 - state.peer
-    assert isinstance(said(worker.receive(other, ask(other), 0.4))[0], say.Busy)
+    assert worker.pairing.state == Idle(), "its proposal is withdrawn"
+    assert isinstance(said(worker.receive(0, ask(0), 0.4))[0], say.Busy)
     assert worker.clock.is_paused
     (propose,) = said(worker.release(0.5))
     assert isinstance(propose, say.Propose)
     assert not worker.clock.is_paused
 
 
-def test_done_asks_no_more_but_answers():
-    worker = make_worker(0, 2)
-    worker.receive(0, tell(member(0)), 0.1)
-    worker.done(0.1)
-    assert worker.membership.own.status is Status.DONE
-    assert worker.pairing.tick() == []
-    assert worker.clock.is_paused
-    assert isinstance(said(worker.receive(0, ask(0), 0.2))[0], say.Accept)
-    assert isinstance(worker.pairing.state, Exchanging)
-
-
-def test_done_is_announced_once_its_own_proposal_is_settled():
+def test_done_is_announced_once_its_own_proposal_is_settled_and_then_it_only_answers():
     worker = make_worker(0, 2)
     worker.receive(0, tell(member(0)), 0.1)  # who trains, and is waited for
     state = ask_others(worker, 0.1)
@@ -263,3 +207,6 @@ def test_done_is_announced_once_its_own_proposal_is_settled():
     assert worker.membership.own.status is Status.ALIVE
     worker.finished(state.id, 0.4)
     assert worker.membership.own.status is Status.DONE
+    assert worker.pairing.tick() == []
+    assert worker.clock.is_paused
+    assert isinstance(said(worker.receive(0, ask(0), 0.5))[0], say.Accept)

@@ -125,11 +125,17 @@ def test_poison_answers_busy_and_gives_nothing():
     assert isinstance(said(worker.receive(2, ask(2), 0.7), 2)[0], say.Busy)
 
 
+def one_of_three(*done: int) -> WorkerProtocol:
+    """Return worker 1, linked to 0 and 2, which alone live beside it; some of them are done."""
+    worker = make_worker(0, 2)
+    dead = (member(rank, Status.DEAD) for rank in (3, 4, 5))
+    worker.receive(0, tell(*dead, *(member(rank, Status.DONE) for rank in done)), 0.1)
+    return worker
+
+
 def test_the_average_goes_on_without_one_whose_training_hangs():
     """Its gossip thread beats, so that nothing else ends the wait for it."""
-    worker = make_worker(0, 2)
-    worker.receive(0, tell(*(member(rank, Status.DEAD) for rank in (3, 4, 5))), 0.1)
-    worker.receive(2, tell(member(2, Status.DONE)), 0.1)
+    worker = one_of_three(2)
     actions = worker.done(1.0, wait_s=30.0) + run(worker, 1.0, 30.9, [0, 2])
     assert not worker.consolidation.has_begun
     assert worker.consolidation.participants.missing() == (0,)
@@ -143,9 +149,7 @@ def test_the_average_goes_on_without_one_whose_training_hangs():
 @pytest.mark.parametrize("status", [Status.ALIVE, Status.DONE])
 def test_an_exchange_with_one_that_still_trains_keeps_nobody_out_of_the_average(status):
     """It may take long; the leader leaves out a member that gives nothing for 2.5 time-outs."""
-    worker, trains = make_worker(0, 2), status is Status.ALIVE
-    dead = (member(rank, Status.DEAD) for rank in (3, 4, 5))
-    worker.receive(0, tell(member(0, Status.DONE), *dead), 0.1)
+    worker, trains = one_of_three(0), status is Status.ALIVE
     worker.done(0.2)
     worker.receive(2, ask(2), 0.3)
     worker.receive(2, tell(member(2, status)), 0.4)
@@ -158,9 +162,7 @@ def test_an_exchange_with_one_that_still_trains_keeps_nobody_out_of_the_average(
 
 
 def test_a_leader_whose_wait_is_over_ends_its_exchange_with_one_that_still_trains():
-    worker = make_worker(0, 2)
-    dead = (member(rank, Status.DEAD) for rank in (3, 4, 5))
-    worker.receive(2, tell(member(2, Status.DONE), *dead), 0.1)
+    worker = one_of_three(2)
     worker.done(1.0, wait_s=2.0)
     worker.receive(0, ask(0), 2.9)
     actions = run(worker, 2.9, 3.1, [0, 2])
@@ -172,8 +174,7 @@ def test_a_leader_whose_wait_is_over_ends_its_exchange_with_one_that_still_train
 @pytest.mark.parametrize("meanwhile", ["time passes", "another link is lost"])
 def test_a_wait_that_ends_within_an_exchange_begins_no_average_before_its_end(meanwhile):
     """The peer is done, and has ended its half: what is still to be applied here counts."""
-    worker = make_worker(0, 2)
-    worker.receive(0, tell(*(member(rank, Status.DEAD) for rank in (3, 4, 5))), 0.1)
+    worker = one_of_three()
     worker.done(1.0, wait_s=2.0)
     worker.receive(2, ask(2), 2.9)
     worker.receive(0, tell(member(2, Status.DONE)), 2.95)
@@ -190,9 +191,7 @@ def test_a_wait_that_ends_within_an_exchange_begins_no_average_before_its_end(me
 
 def test_a_sleep_is_no_part_of_the_wait_for_those_that_still_train():
     """When a machine wakes, the others that slept on it would be left out at once."""
-    worker = make_worker(0, 2)
-    worker.receive(0, tell(*(member(rank, Status.DEAD) for rank in (3, 4, 5))), 0.1)
-    worker.receive(2, tell(member(2, Status.DONE)), 0.1)
+    worker = one_of_three(2)
     worker.done(1.0, wait_s=30.0)
     run(worker, 1.0, 11.0, [0, 2])
     run(worker, 3611.0, 3630.0, [0, 2])
