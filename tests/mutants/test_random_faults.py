@@ -210,8 +210,7 @@ def test_the_chosen_run_in_their_order_and_a_case_with_a_new_name_with_its_test(
 
 
 def test_a_fault_that_is_judged_equivalent_does_not_run(monkeypatch):
-    removed, added = IN_FUNCTION.changed(TEXT)
-    entry = Equivalent(FILE, tuple(removed), tuple(added), "Nobody can notice.")
+    entry = Equivalent(FILE, *IN_FUNCTION.changed(TEXT), "Nobody can notice.")
     monkeypatch.setattr(random_faults, "load_equivalents", lambda: [entry])
     tests = Record([])
     outcome = random_faults.run(1, IN_FUNCTION, TEXT, tests, seconds=1.0)
