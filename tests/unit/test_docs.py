@@ -1,4 +1,4 @@
-"""The documentation's links, commands, options, variables, names and code are true.
+"""The documentation's links, commands, options, variables, extras, names and code are true.
 
 Code fences: ``python`` runs as one worker, what stands under the ``__main__`` guard excepted;
 ``py`` is compared with the object of that name; ``json`` and ``yaml`` can be read.
@@ -18,6 +18,7 @@ import math
 import re
 import runpy
 import textwrap
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -116,6 +117,26 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_code():
     for message in shown:
         pattern = ".*".join(re.escape(part) for part in message.split("..."))
         assert any(re.search(pattern, text, re.S) for text in texts), message
+
+
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def test_extras_that_are_named_exist_and_are_installed_as_clones_and_pypi_serve_them():
+    named: set[str] = set()
+    for path in (*PAGES, *(ROOT / "src").rglob("*.py"), *(ROOT / "examples").rglob("*.py")):
+        text = path.read_text().replace("pip install '.[lab]'", "")  # of the clone, at first
+        assert not re.search(r"install[^\n`]*\s'?\.\[", text), f"{path}: write 'gossipdp[NAME]'"
+        named.update(*(names.split(",") for names in re.findall(r"gossipdp\[([\w,-]+)\]", text)))
+    assert {"lightning", "ray"} <= named <= EXTRAS.keys()
+
+
+def test_each_extra_is_explained_to_those_who_want_it():
+    for_users = (ROOT / "docs" / "install.md").read_text()
+    for_contributors = (ROOT / "CONTRIBUTING.md").read_text()
+    for extra in EXTRAS:
+        text = for_contributors if extra in ("dev", "docs", "fuzz") else for_users
+        assert re.search(rf"^- `{extra}`: \S", text, re.M), extra
 
 
 def test_make_targets_exist():
