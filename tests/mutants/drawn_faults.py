@@ -72,11 +72,6 @@ class Fault:
         removed, added = ([line.strip() for line in each.splitlines()] for each in (before, after))
         return removed, added
 
-    def line_before(self, text: str) -> str:
-        """Return the line before those that the edit touches, without its indent."""
-        lines = text[: self.span[0]].splitlines()
-        return lines[-2].strip() if len(lines) > 1 else ""
-
     def diff(self, text: str) -> str:
         """Return the edit as a diff that ``patch -p0`` takes in the folder ``src``."""
         before, after = text.splitlines(), self.apply(text).splitlines()

@@ -55,21 +55,16 @@ UNREACHED, EXEMPT = "SURVIVED unreached", "equivalent"
 
 @dataclass(frozen=True)
 class Equivalent:
-    """An entry of ``equivalent.toml``: these lines of a file, changed so, and why.
+    """An entry of ``equivalent.toml``, which has the form of a mutant."""
 
-    ``after``: the line before them; empty where only one place has such lines.
-    """
-
-    path: str
-    old: list[str]
-    new: list[str]
+    file: str
     why: str
-    after: str = ""
+    old: str
+    new: str
 
     def is_of(self, fault: Fault, text: str) -> bool:
-        if fault.file != self.path or self.after not in ("", fault.line_before(text)):
-            return False
-        return fault.changed(text) == (self.old, self.new)
+        edited = text.replace(self.old, self.new)
+        return fault.file == self.file and fault.apply(text) == edited
 
 
 @dataclass(frozen=True)
@@ -91,7 +86,11 @@ class Outcome:
 
 
 def load_equivalents(path: Path = EQUIVALENT) -> list[Equivalent]:
-    return [Equivalent(**each) for each in tomllib.loads(path.read_text()).get("fault", [])]
+    return [
+        Equivalent(file, why, **entry)
+        for file, entries in tomllib.loads(path.read_text()).items()
+        for why, entry in entries.items()
+    ]
 
 
 def read_texts(packages: Sequence[str] = (), root: Path = ROOT) -> dict[str, str]:

@@ -210,7 +210,7 @@ def test_the_chosen_run_in_their_order_and_a_case_with_a_new_name_with_its_test(
 
 
 def test_a_fault_that_is_judged_equivalent_does_not_run(monkeypatch):
-    entry = Equivalent(FILE, *IN_FUNCTION.changed(TEXT), "Nobody can notice.")
+    entry = Equivalent(FILE, "Nobody can notice.", TEXT, IN_FUNCTION.apply(TEXT))
     monkeypatch.setattr(random_faults, "load_equivalents", lambda: [entry])
     tests = Record([])
     outcome = random_faults.run(1, IN_FUNCTION, TEXT, tests, seconds=1.0)
@@ -250,7 +250,8 @@ def test_each_equivalent_fault_is_one_that_could_be_drawn_and_no_other():
     texts = read_texts()
     for entry in load_equivalents():
         assert entry.why.endswith(".")
-        text = texts[entry.path]
-        faults = faults_of(entry.path, text)
+        text = texts[entry.file]
+        assert text.count(entry.old) == 1, entry
+        faults = faults_of(entry.file, text)
         found = {(fault.span, fault.new) for fault in faults if entry.is_of(fault, text)}
         assert len(found) == 1, entry
