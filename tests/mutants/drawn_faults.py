@@ -63,15 +63,6 @@ class Fault:
     def apply(self, text: str) -> str:
         return text[: self.span[0]] + self.new + text[self.span[1] :]
 
-    def changed(self, text: str) -> tuple[list[str], list[str]]:
-        """Return the lines that the edit touches, before and after it, without their indent."""
-        start, end = self.span
-        first = text.rfind("\n", 0, start) + 1
-        last = text.find("\n", end)
-        before, after = text[first:last], text[first:start] + self.new + text[end:last]
-        removed, added = ([line.strip() for line in each.splitlines()] for each in (before, after))
-        return removed, added
-
     def diff(self, text: str) -> str:
         """Return the edit as a diff that ``patch -p0`` takes in the folder ``src``."""
         before, after = text.splitlines(), self.apply(text).splitlines()
