@@ -95,14 +95,11 @@ def load_equivalents(path: Path = EQUIVALENT) -> list[Equivalent]:
 
 def read_texts(packages: Sequence[str] = (), root: Path = ROOT) -> dict[str, str]:
     """Return the files of the library to draw from, with their text."""
-    paths = {
-        path.relative_to(root / SOURCE).as_posix(): path
-        for path in sorted((root / SOURCE / "gossipdp").rglob("*.py"))
-    }
+    source = root / SOURCE
     return {
-        file: path.read_text()
-        for file, path in paths.items()
-        if not packages or Path(file).parts[1] in packages
+        path.relative_to(source).as_posix(): path.read_text()
+        for path in sorted((source / "gossipdp").rglob("*.py"))
+        if not packages or path.relative_to(source).parts[1] in packages
     }
 
 
