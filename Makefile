@@ -41,7 +41,7 @@ types: $(VENV)/dev.installed
 	$(BIN)/mypy
 
 # Faults put into copies of the library, one at a time: none may pass the tests that are named for
-# it. ARGS="--only NAME", ARGS="--list". RANDOM=400 SEED=7: instead, how many of 400 faults that the
+# it. ARGS="--only WORDS", ARGS="--list". RANDOM=400 SEED=7: instead, how many of 400 faults that the
 # seed draws all tests notice; make mutants-coverage records before that which tests reach which lines.
 mutants: $(VENV)/dev.installed
 	$(BIN)/python tests/mutants/$(if $(RANDOM),random_faults.py $(RANDOM) $(if $(SEED),--seed $(SEED)),run.py) $(ARGS)

@@ -1,7 +1,7 @@
 """The emulated links that the benchmarks run on."""
 
 import socket
-import statistics
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -75,52 +75,40 @@ def test_a_line_is_never_faster_than_its_rate_and_never_idle_with_work(packets):
         left_s = sent_s
 
 
-def probe(hosts: Hosts, *, warm_up_s: float, measured_s: float) -> tuple[float, float]:
-    """Return Mbit/s from the second host to the first after a warm-up, and ms of a round trip.
+def probe(hosts: Hosts, *sizes: int) -> list[float]:
+    """Return how long so many bytes take from the second host to the first, with an answer.
 
     A thread is at each end, as a thread can be in a namespace of its own.
     """
+    listening = threading.Event()
 
-    def serve(listener: socket.socket) -> float:
-        connection, _ = listener.accept()
-        with connection:
-            while (byte := connection.recv(1)) == b"p":
-                connection.sendall(byte)
-            counted, room = 0, bytearray(1 << 20)
-            from_s = last_s = time.monotonic() + warm_up_s
-            while num_bytes := connection.recv_into(room):
-                last_s = time.monotonic()
-                counted += num_bytes if last_s >= from_s else 0
-        return counted * 8e-6 / (last_s - from_s)
-
-    def send() -> float:
-        enter(hosts.names[1])
-        with socket.create_connection((hosts.addresses[0], PORT), timeout=60) as connection:
-            trips = []
-            for _ in range(11):
-                sent_s = time.monotonic()
-                connection.sendall(b"p")
-                connection.recv(1)
-                trips.append(time.monotonic() - sent_s)
-            connection.sendall(b"b")
-            data, until_s = bytes(1 << 18), time.monotonic() + warm_up_s + measured_s
-            while time.monotonic() < until_s:
-                connection.sendall(data)
-        return 1e3 * statistics.median(trips)
-
-    def listen() -> socket.socket:
+    def serve() -> None:
         enter(hosts.names[0])
-        listener = socket.create_server((hosts.addresses[0], PORT))
-        listener.settimeout(60)
-        return listener
+        with socket.create_server((hosts.addresses[0], PORT)) as listener:
+            listener.settimeout(60)
+            listening.set()
+            connection, _ = listener.accept()
+        with connection:
+            for num_bytes in sizes:
+                connection.recv(num_bytes, socket.MSG_WAITALL)
+                connection.sendall(b"a")
 
-    with (
-        ThreadPoolExecutor(1) as there,
-        ThreadPoolExecutor(1) as here,
-        there.submit(listen).result() as listener,
-    ):
-        arrived, round_trip = there.submit(serve, listener), here.submit(send)
-        return arrived.result(), round_trip.result()
+    def send() -> list[float]:
+        enter(hosts.names[1])
+        assert listening.wait(60)
+        seconds = []
+        with socket.create_connection((hosts.addresses[0], PORT), timeout=60) as connection:
+            for num_bytes in sizes:
+                sent_s = time.monotonic()
+                connection.sendall(bytes(num_bytes))
+                assert connection.recv(1) == b"a"
+                seconds.append(time.monotonic() - sent_s)
+        return seconds
+
+    with ThreadPoolExecutor(2) as threads:
+        serving, sending = threads.submit(serve), threads.submit(send)
+        serving.result()
+        return sending.result()
 
 
 @pytest.mark.processes
@@ -128,7 +116,7 @@ def test_an_emulated_network_is_slower_than_the_machine_s_own():
     if (reason := missing("tc")) is not None:
         pytest.skip(reason)
     with EmulatedHosts(2, 40, 10) as hosts:
-        mbits_per_s, round_trip_ms = probe(hosts, warm_up_s=0.2, measured_s=0.4)
-    # Without the emulator it is many times as fast; a starved measurer sees bursts, and pauses.
-    assert 0.0 < mbits_per_s < 2.0 * 40.0
-    assert round_trip_ms >= 20.0
+        round_trip_s, transfer_s = probe(hosts, 1, 1_500_000)
+    # Without the emulator it is many times as fast.
+    assert 1.5 * 8 / transfer_s < 2.0 * 40
+    assert round_trip_s >= 0.020

@@ -4,10 +4,10 @@ import itertools
 import json
 import math
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -276,48 +276,41 @@ def test_at_the_end_nobody_is_started_again():
     assert len(fake.started) == 3
 
 
-class FakeFleet:
-    """Lives by (rank, number) and what they left."""
-
-    def __init__(self, lives: dict[tuple[int, int], tuple[float, float, float] | None]) -> None:
-        self.num_lives = [1 + max(n for r, n in lives if r == rank) for rank in range(2)]
-        self.shelves = {life: FakeShelf(left) for life, left in lives.items()}
-
-    def held(self, ranks: Iterator[int]) -> list[object]:
-        found = [self.shelves[rank, self.num_lives[rank] - 1].look() for rank in ranks]
-        return [each for each in found if each is not None]
-
-
-class FakeShelf:
-    def __init__(self, left: tuple[float, float, float] | None) -> None:
-        self.left = left
-
-    def look(self) -> object:
-        if self.left is None:
-            return None
-        samples, exchanged, voters = self.left
-        header = {"samples": samples, "exchanged": exchanged, "voters": voters}
-        return header, np.array([samples])
+def fleet_of(lives: dict[tuple[int, int], tuple[float, float, float] | None]) -> SimpleNamespace:
+    """Return a fleet by what each life (rank, number) left: samples, those exchanged, voters."""
+    names = ("samples", "exchanged", "voters")
+    found = {
+        life: left and (dict(zip(names, left, strict=True)), np.array([left[0]]))
+        for life, left in lives.items()
+    }
+    shelves = {life: SimpleNamespace(look=lambda left=left: left) for life, left in found.items()}
+    num_lives = [1 + max(n for r, n in lives if r == rank) for rank in range(2)]
+    last = [found[rank, number - 1] for rank, number in enumerate(num_lives)]
+    return SimpleNamespace(
+        shelves=shelves,
+        num_lives=num_lives,
+        held=lambda ranks: [last[rank] for rank in ranks if last[rank]],
+    )
 
 
 def test_samples_that_died_with_a_worker_are_not_counted():
     # Worker 0 was killed after 90 samples, the last 10 of them in no exchange.
-    fleet = FakeFleet({(0, 0): (90, 80, 0), (0, 1): (30, 20, 2), (1, 0): (200, 190, 2)})
-    samples, values = final_model(False, fleet)  # type: ignore[arg-type, misc]
+    fleet = fleet_of({(0, 0): (90, 80, 0), (0, 1): (30, 20, 2), (1, 0): (200, 190, 2)})
+    samples, values = final_model(False, fleet)
     assert samples == 80 + 30 + 200
     assert values.tolist() == [30]  # the average, which both hold
     # It did not come back, and the other one ended alone.
-    fleet = FakeFleet({(0, 0): (90, 80, 0), (0, 1): None, (1, 0): (200, 190, 1)})
-    assert final_model(False, fleet)[0] == 200 + 80  # type: ignore[arg-type, index]
+    fleet = fleet_of({(0, 0): (90, 80, 0), (0, 1): None, (1, 0): (200, 190, 1)})
+    assert final_model(False, fleet)[0] == 200 + 80
     # Nobody came to an average: the workers' mean, as it was.
-    fleet = FakeFleet({(0, 0): (90, 80, 0), (1, 0): (210, 190, 0)})
-    samples, values = final_model(False, fleet)  # type: ignore[arg-type, misc]
+    fleet = fleet_of({(0, 0): (90, 80, 0), (1, 0): (210, 190, 0)})
+    samples, values = final_model(False, fleet)
     assert (samples, values.tolist()) == (300, [150])
 
 
 def test_a_job_that_is_starting_again_has_only_its_checkpoint():
-    fleet = FakeFleet({(0, 0): (90, 90, 0), (0, 1): None, (1, 0): (90, 90, 0), (1, 1): None})
-    assert final_model(True, fleet) is None  # type: ignore[arg-type]
+    fleet = fleet_of({(0, 0): (90, 90, 0), (0, 1): None, (1, 0): (90, 90, 0), (1, 1): None})
+    assert final_model(True, fleet) is None
     left = [({"samples": 64.0}, np.array([1.0])), ({"samples": 96.0}, np.array([2.0]))]
     assert present_model(True, left) == (96, np.array([2.0]))
 

@@ -63,20 +63,6 @@ class Fault:
     def apply(self, text: str) -> str:
         return text[: self.span[0]] + self.new + text[self.span[1] :]
 
-    def changed(self, text: str) -> tuple[list[str], list[str]]:
-        """Return the lines that the edit touches, before and after it, without their indent."""
-        start, end = self.span
-        first = text.rfind("\n", 0, start) + 1
-        last = text.find("\n", end)
-        before, after = text[first:last], text[first:start] + self.new + text[end:last]
-        removed, added = ([line.strip() for line in each.splitlines()] for each in (before, after))
-        return removed, added
-
-    def line_before(self, text: str) -> str:
-        """Return the line before those that the edit touches, without its indent."""
-        lines = text[: self.span[0]].splitlines()
-        return lines[-2].strip() if len(lines) > 1 else ""
-
     def diff(self, text: str) -> str:
         """Return the edit as a diff that ``patch -p0`` takes in the folder ``src``."""
         before, after = text.splitlines(), self.apply(text).splitlines()
@@ -167,9 +153,11 @@ class _Finder(ast.NodeVisitor):
     def _source(self, node: ast.AST) -> str:
         return self._text[self._start(node) : self._end(node)]
 
-    def _add(self, kind: str, start: int, end: int, new: str) -> None:
-        in_function = bool(self._functions)
-        self.faults.append(Fault(self._file, kind, (start, end), new, self._lines, in_function))
+    def _add(self, kind: str, start: int, end: int, new: str, line: int = 0) -> None:
+        """Add a fault; ``line``: the one to be run if it is not this statement's."""
+        lines = (line, line) if line else self._lines
+        is_in_function = bool(self._functions)
+        self.faults.append(Fault(self._file, kind, (start, end), new, lines, is_in_function))
 
     def _replace(self, kind: str, node: ast.AST, new: str) -> None:
         self._add(kind, self._start(node), self._end(node), new)
@@ -217,20 +205,14 @@ class _Finder(ast.NodeVisitor):
         known = self._known
         self._known = {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
         self._functions.append(node)
-        if not any(_is_result(each) for each in _own_nodes(node)):
-            self._return_early(node.body)
+        for before, statement in pairwise([] if _has_result(node) else node.body):
+            if not (isinstance(before, ast.Expr) and isinstance(before.value, ast.Constant)):
+                start = self._start(statement)
+                new = "return\n" + " " * statement.col_offset
+                self._add("early return", start, start, new, statement.lineno)
         self._visit_all(node.body)
         self._functions.pop()
         self._known = known
-
-    def _return_early(self, body: Sequence[ast.stmt]) -> None:
-        lines = self._lines
-        for before, statement in pairwise(body):
-            if not (isinstance(before, ast.Expr) and isinstance(before.value, ast.Constant)):
-                self._lines = statement.lineno, statement.lineno
-                start = self._start(statement)
-                self._add("early return", start, start, "return\n" + " " * statement.col_offset)
-        self._lines = lines
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self._visit_all(node.body)
@@ -325,10 +307,8 @@ class _Finder(ast.NodeVisitor):
         first, last = node.body[0], node.body[-1]
         is_left = isinstance(last, ast.Return | ast.Raise | ast.Continue | ast.Break)
         if not is_left and not node.orelse:
-            lines, self._lines = self._lines, (first.lineno, first.lineno)
-            new = "\n" + " " * first.col_offset + "break"
-            self._add("loop that ends at once", self._end(last), self._end(last), new)
-            self._lines = lines
+            new, end = "\n" + " " * first.col_offset + "break", self._end(last)
+            self._add("loop that ends at once", end, end, new, first.lineno)
         self._known |= {each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)}
         self.generic_visit(node)
 
@@ -347,18 +327,15 @@ class _Finder(ast.NodeVisitor):
     def visit_Try(self, node: ast.Try) -> None:
         if node.finalbody:
             before = [*node.body, *node.handlers, *node.orelse][-1]
-            lines = self._lines
-            self._lines = node.finalbody[0].lineno, node.finalbody[0].lineno
-            ends = before, node.finalbody[0]
-            self._between("removed finally", ends, re.compile("finally"), lambda _: "except ()")
-            self._lines = lines
+            start = self._text.index("finally", self._end(before))
+            line = node.finalbody[0].lineno
+            self._add("removed finally", start, start + len("finally"), "except ()", line)
         self.generic_visit(node)
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
         if node.type is not None:
-            lines, self._lines = self._lines, (node.lineno, node.body[0].lineno)
-            self._replace("removed handler", node.type, "()")
-            self._lines = lines
+            start, end = self._start(node.type), self._end(node.type)
+            self._add("removed handler", start, end, "()", node.body[0].lineno)
         self._visit_all(node.body)
 
     # Expressions.
@@ -485,17 +462,14 @@ def _is_flipped(node: ast.expr) -> bool:
     return isinstance(node, ast.Compare) and not isinstance(node.ops[0], orders)
 
 
-def _own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
-    """Yield the nodes of a function, without those of functions within."""
+def _has_result(function: ast.FunctionDef) -> bool:
+    """Return whether a function, without those within it, gives a value."""
     nodes: list[ast.AST] = list(function.body)
-    while nodes:
-        node = nodes.pop()
-        yield node
+    for node in nodes:
+        if isinstance(node, ast.Return) and node.value is not None:
+            return True
+        if isinstance(node, ast.Yield | ast.YieldFrom):
+            return True
         if not isinstance(node, ast.FunctionDef | ast.Lambda):
             nodes += ast.iter_child_nodes(node)
-
-
-def _is_result(node: ast.AST) -> bool:
-    if isinstance(node, ast.Yield | ast.YieldFrom):
-        return True
-    return isinstance(node, ast.Return) and node.value is not None
+    return False

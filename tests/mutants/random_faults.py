@@ -20,11 +20,9 @@ With ``--second`` each fault that was killed runs again, without the file of the
 it. At the end stands, for each file of tests, how many faults die by it alone. A file with none,
 over many faults, tests what others test too.
 
-Of the tools that exist, mutmut 3.8 and irradiate 0.4 find the tests for a function but leave out
-code that is outside functions or decorated; cosmic-ray 8.7 and poodle 1.3 run all tests for each
-fault; pytest-gremlins 1.12 finds the tests for a line, but switches its faults on while the program
-runs, which compiled loops cannot; mutatest had its last release in 2022. None of them swaps
-arguments, returns early, or drops a statement, a lock, a wait or a ``finally``: our main concern.
+Of the tools that exist (mutmut, irradiate, cosmic-ray, poodle, pytest-gremlins, mutatest) some
+leave out code that is decorated or outside functions, and some run all tests for each fault. None
+swaps arguments, returns early, or drops a statement, a lock, a wait or a ``finally``.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -57,22 +55,16 @@ UNREACHED, EXEMPT = "SURVIVED unreached", "equivalent"
 
 @dataclass(frozen=True)
 class Equivalent:
-    """An entry of ``equivalent.toml``: these lines of a file, changed so, and why.
+    """An entry of ``equivalent.toml``, which has the form of a mutant."""
 
-    ``after``: the line before them; empty where only one place has such lines.
-    """
-
-    path: str
-    old: tuple[str, ...]
-    new: tuple[str, ...]
+    file: str
     why: str
-    after: str = ""
+    old: str
+    new: str
 
     def is_of(self, fault: Fault, text: str) -> bool:
-        if fault.file != self.path or self.after not in ("", fault.line_before(text)):
-            return False
-        removed, added = fault.changed(text)
-        return (tuple(removed), tuple(added)) == (self.old, self.new)
+        edited = text.replace(self.old, self.new)
+        return fault.file == self.file and fault.apply(text) == edited
 
 
 @dataclass(frozen=True)
@@ -95,21 +87,19 @@ class Outcome:
 
 def load_equivalents(path: Path = EQUIVALENT) -> list[Equivalent]:
     return [
-        Equivalent(**each | {"old": tuple(each["old"]), "new": tuple(each["new"])})
-        for each in tomllib.loads(path.read_text()).get("fault", [])
+        Equivalent(file, why, **entry)
+        for file, entries in tomllib.loads(path.read_text()).items()
+        for why, entry in entries.items()
     ]
 
 
 def read_texts(packages: Sequence[str] = (), root: Path = ROOT) -> dict[str, str]:
     """Return the files of the library to draw from, with their text."""
-    paths = {
-        path.relative_to(root / SOURCE).as_posix(): path
-        for path in sorted((root / SOURCE / "gossipdp").rglob("*.py"))
-    }
+    source = root / SOURCE
     return {
-        file: path.read_text()
-        for file, path in paths.items()
-        if not packages or Path(file).parts[1] in packages
+        path.relative_to(source).as_posix(): path.read_text()
+        for path in sorted((source / "gossipdp").rglob("*.py"))
+        if not packages or path.relative_to(source).parts[1] in packages
     }
 
 
@@ -141,10 +131,11 @@ def main() -> int:
     if not faults:
         return 0
     path = RESULTS / f"random-{arguments.number}-{seed}.json"
-    if arguments.second and not path.exists():
-        parser.error(f"--second needs {path.relative_to(ROOT)}: run the same without it first")
-    killers = read_killers(path) if arguments.second else {}
+    killers: dict[int, str] = {}
     if arguments.second:
+        if not path.exists():
+            parser.error(f"--second needs {path.relative_to(ROOT)}: run the same without it first")
+        killers = read_killers(path)
         faults = {number: fault for number, fault in faults.items() if number in killers}
         path = path.with_suffix(".second.json")
     began = time.monotonic()
@@ -214,7 +205,7 @@ def run(
         verdict, by = SURVIVED if len(chosen) == len(reaching) else CUT, ""
     else:
         verdict, by = LATE if code is None or is_late else KILLED, by or f"status {code}"
-    took = time.monotonic() - began
+    took = round(time.monotonic() - began, 1)
     return Outcome(number, fault, diff, verdict, by, len(reaching), len(chosen), took)
 
 
@@ -249,19 +240,7 @@ def _write(outcomes: Sequence[Outcome], path: Path, seed: int) -> None:
     words = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     rows = [
-        {
-            "number": each.number,
-            "package": each.fault.package,
-            "kind": each.fault.kind,
-            "place": each.place,
-            "verdict": each.verdict,
-            "by": each.by,
-            "tests_that_reach": each.reach,
-            "tests_that_ran": each.ran,
-            "seconds": round(each.seconds, 1),
-            "diff": each.diff,
-        }
-        for each in outcomes
+        asdict(each) | {"package": each.fault.package, "place": each.place} for each in outcomes
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"seed": seed, "commit": commit.stdout.strip(), "faults": rows}, indent=1)

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tested_copies import PASSED, ROOT, SOURCE, Copy, run_tests
 
 FOLDERS = ("unit", "property", "simulation", "integration")
 """Those of the tests that are recorded, the nearest to a line first."""
-RECORD = ROOT / "runs/mutants/reached.json"
+RECORD = ROOT / "runs/mutants/reached_lines.json"
 COMPILED = {"gossipdp/dynamics/update_loops.py": "gossipdp/dynamics/machine_code.py"}
 """Files that run as machine code, which no tracer sees, with the files that call them."""
 MARKED = ("-m", "not processes and not long")
@@ -97,10 +98,10 @@ class Recorder:
                 for name in lines.keys() & contexts:
                     lines[name][file] |= 1 << line
         tests = [
-            Reaching(name, name not in self._failed, self._seconds[name], dict(reached))
+            Reaching(name, name not in self._failed, round(self._seconds[name], 3), dict(reached))
             for name, reached in lines.items()
         ]
-        self._output.write_text(json.dumps([_packed(test) for test in tests]))
+        self._output.write_text(json.dumps([asdict(test) for test in tests]))
 
 
 class Chosen:
@@ -135,7 +136,6 @@ class Record:
 
     def __init__(self, tests: Sequence[Reaching]) -> None:
         self._tests = sorted(tests, key=lambda test: test.name)
-        self._bodies: dict[str, int] = {}
 
     def tests_for(self, fault: Fault) -> list[Reaching]:
         """Return those that reach a fault, the nearest first.
@@ -148,21 +148,12 @@ class Record:
         if fault.is_in_function and file == fault.file:
             bits = _bits(*fault.lines)
         else:
-            bits = self._body_bits(file)
+            bits = _body_bits(file)
         found = [test for test in self._tests if test.has_passed and test.lines.get(file, 0) & bits]
         return sorted(found, key=lambda test: _distance(test, fault))
 
     def known_of(self, files: Sequence[str]) -> list[str]:
         return [test.name for test in self._tests if test.file in files]
-
-    def _body_bits(self, file: str) -> int:
-        if file not in self._bodies:
-            self._bodies[file] = 0
-            for node in ast.walk(ast.parse((ROOT / SOURCE / file).read_text())):
-                if isinstance(node, ast.FunctionDef):
-                    last = node.end_lineno or node.lineno
-                    self._bodies[file] |= _bits(node.body[0].lineno, last)
-        return self._bodies[file]
 
 
 def within(tests: Sequence[Reaching], seconds: float) -> list[Reaching]:
@@ -211,7 +202,7 @@ def record(files: Sequence[str], jobs: int) -> Record:
                 part.write_text(json.dumps(kept))
                 part.replace(RECORD)
         print(f"recorded in {time.monotonic() - began:.0f} s: {RECORD}", flush=True)
-    tests = [_unpacked(test) for file in files for test in kept["files"][file]["tests"]]
+    tests = [Reaching(**test) for file in files for test in kept["files"][file]["tests"]]
     for test in tests:
         if not test.has_passed:
             print(f"left out, since it does not pass without a fault: {test.name}")
@@ -238,14 +229,14 @@ def _recorded(files: Sequence[str]) -> list[dict[str, Any]]:
         return tests
 
 
-def _packed(test: Reaching) -> dict[str, Any]:
-    lines = {file: f"{bits:x}" for file, bits in test.lines.items()}
-    return asdict(test) | {"lines": lines, "seconds": round(test.seconds, 3)}
-
-
-def _unpacked(entry: dict[str, Any]) -> Reaching:
-    lines = {file: int(bits, 16) for file, bits in entry["lines"].items()}
-    return Reaching(**entry | {"lines": lines})
+@cache
+def _body_bits(file: str) -> int:
+    """Return the lines of all functions of a file of the library."""
+    bits = 0
+    for node in ast.walk(ast.parse((ROOT / SOURCE / file).read_text())):
+        if isinstance(node, ast.FunctionDef):
+            bits |= _bits(node.body[0].lineno, node.end_lineno or node.lineno)
+    return bits
 
 
 def _bits(first: int, last: int) -> int:

@@ -66,7 +66,6 @@ class FirstFailure:
     """
 
     def pytest_configure(self) -> None:
-        """Begin."""
         phases = Phase.explicit, Phase.generate
         settings.register_profile("first failure", settings(), phases=phases)
         settings.load_profile("first failure")

@@ -1,4 +1,4 @@
-"""The documentation's links, commands, options, variables, names and code are true.
+"""The documentation's links, commands, options, variables, extras, names and code are true.
 
 Code fences: ``python`` runs as one worker, what stands under the ``__main__`` guard excepted;
 ``py`` is compared with the object of that name; ``json`` and ``yaml`` can be read.
@@ -18,6 +18,7 @@ import math
 import re
 import runpy
 import textwrap
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -48,12 +49,6 @@ def blocks(kind: str) -> list[tuple[str, str]]:
     ]
 
 
-def anchors_of(page: Path) -> set[str]:
-    """GitHub's anchors: lower case, without punctuation, blanks as hyphens."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
 @each_page
 def test_relative_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
@@ -62,8 +57,10 @@ def test_relative_links_lead_somewhere(page):
         path, _, anchor = target.partition("#")
         there = page.parent / path if path else page
         assert there.exists(), target
-        if anchor:
-            assert anchor in anchors_of(there), target
+        if anchor:  # GitHub's: lower case, without punctuation, blanks as hyphens
+            headings = re.findall(r"^#+ (.*)$", there.read_text(), re.M)
+            plain = {re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings}
+            assert anchor in {each.replace(" ", "-") for each in plain}, target
 
 
 @cache
@@ -74,16 +71,12 @@ def help_of(*command: str) -> str:
     return shown.getvalue()
 
 
-def calls_in(text: str) -> list[list[str]]:
-    """Return the words of every call of our command, in indented lines and in inline code."""
-    shown = re.findall(r"^    (?:\$ )?gossipdp (.*)$", text, re.M)
-    inline = re.findall(r"`gossipdp ([^`]+)`", text)
-    return [re.sub(r"  #.*", "", call).split() for call in shown + inline]
-
-
 @each_page
 def test_commands_and_their_options_exist(page):
-    for words in calls_in(page.read_text()):
+    text = page.read_text()
+    calls = re.findall(r"^    (?:\$ )?gossipdp (.*)$", text, re.M)
+    calls += re.findall(r"`gossipdp ([^`]+)`", text)
+    for words in (re.sub(r"  #.*", "", call).split() for call in calls):
         if words[0] in ("--version", "--help", "COMMAND"):
             continue
         assert words[0] in COMMANDS, words
@@ -126,6 +119,26 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_code():
         assert any(re.search(pattern, text, re.S) for text in texts), message
 
 
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def test_extras_that_are_named_exist_and_are_installed_as_clones_and_pypi_serve_them():
+    named: set[str] = set()
+    for path in (*PAGES, *(ROOT / "src").rglob("*.py"), *(ROOT / "examples").rglob("*.py")):
+        text = path.read_text().replace("pip install '.[lab]'", "")  # of the clone, at first
+        assert not re.search(r"install[^\n`]*\s'?\.\[", text), f"{path}: write 'gossipdp[NAME]'"
+        named.update(*(names.split(",") for names in re.findall(r"gossipdp\[([\w,-]+)\]", text)))
+    assert {"lightning", "ray"} <= named <= EXTRAS.keys()
+
+
+def test_each_extra_is_explained_to_those_who_want_it():
+    for_users = (ROOT / "docs" / "install.md").read_text()
+    for_contributors = (ROOT / "CONTRIBUTING.md").read_text()
+    for extra in EXTRAS:
+        text = for_contributors if extra in ("dev", "docs", "fuzz") else for_users
+        assert re.search(rf"^- `{extra}`: \S", text, re.M), extra
+
+
 def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
     for page in PAGES:
@@ -161,10 +174,7 @@ def test_every_public_name_is_on_the_page_of_docstrings():
         assert f"gossipdp.{name}" in rendered or home in rendered, name
 
 
-SIGNATURES = blocks("py")
-
-
-@pytest.mark.parametrize("block", [block for _, block in SIGNATURES])
+@pytest.mark.parametrize("block", [block for _, block in blocks("py")])
 def test_signatures_are_the_code_s(block):
     name, _, arguments = block.strip().partition("(")
     function = ast.parse(f"def f({arguments}: pass").body[0]
@@ -261,18 +271,13 @@ def test_json_and_yaml_blocks_can_be_read():
         assert yaml.safe_load(block)
 
 
-def transcripts() -> list[tuple[list[str], str]]:
-    """Return the words of each such call, and what it is shown to print."""
-    found = []
-    for page in PAGES:
-        for call, shown in re.findall(
-            r"^    \$ gossipdp ((?:plan|simulate) .*)\n((?:    .*\n|\n)*)", page.read_text(), re.M
-        ):
-            found.append((call.split(), re.sub(r"^    ", "", shown, flags=re.M)))
-    return found
-
-
-TRANSCRIPTS = transcripts()
+TRANSCRIPTS = [
+    (call.split(), re.sub(r"^    ", "", shown, flags=re.M))
+    for page in PAGES
+    for call, shown in re.findall(
+        r"^    \$ gossipdp ((?:plan|simulate) .*)\n((?:    .*\n|\n)*)", page.read_text(), re.M
+    )
+]
 
 
 @pytest.mark.parametrize(

@@ -97,12 +97,10 @@ def test_help_imports_little():
     assert imported_by(["--help"]) & HEAVY <= {"gossipdp_lab", "rich", "tyro"}
 
 
-def test_a_command_imports_no_other():
-    imported = imported_by(["run", "--help"])
-    assert imported & HEAVY == {"tyro"}
+@pytest.mark.parametrize(
+    ("words", "heavy"), [("run --help", {"tyro"}), ("plan --workers 4", {"numpy", "rich", "tyro"})]
+)
+def test_a_command_imports_little_and_no_other(words, heavy):
+    imported = imported_by(words.split())
+    assert imported & HEAVY == heavy
     assert "gossipdp.cli.top" not in imported
-
-
-def test_a_plan_imports_neither_torch_nor_the_lab():
-    imported = imported_by(["plan", "--workers", "4"])
-    assert imported & HEAVY == {"numpy", "rich", "tyro"}

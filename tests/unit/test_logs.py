@@ -27,7 +27,8 @@ def test_configuring_twice_shows_each_line_once(capsys):
     logs.configure("warning")
     logging.getLogger("gossipdp").info("hidden")
     logging.getLogger("gossipdp").warning("shown")
-    assert capsys.readouterr().err.splitlines()[0].endswith("WARNING: shown")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("WARNING: shown")
 
 
 def test_an_unknown_level_is_named(monkeypatch):

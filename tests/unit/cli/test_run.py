@@ -60,8 +60,9 @@ def test_the_line_on_joining_names_all_that_a_joiner_needs():
     ],
 )
 def test_the_line_on_a_stop_says_who_saved_which_steps(steps, num_workers, has_ended, line):
-    saved = {rank: (step, "here") for rank, step in enumerate(steps)}
-    whole = f'{line} it again with resume="auto" to go on from here' if steps else line
+    saved = dict(enumerate(zip(steps, "ba", strict=False)))
+    places = "a, b" if len(steps) > 1 else "b"
+    whole = f'{line} it again with resume="auto" to go on from {places}' if steps else line
     assert stopped_line(saved, num_workers, has_ended=has_ended) == whole
 
 
@@ -79,6 +80,11 @@ def test_the_cores_are_shared_with_the_launchers_other_workers(monkeypatch):
         monkeypatch.setenv(name, value)
     assert _common_variables(RunArguments(), 1) == {"OMP_NUM_THREADS": "1"}
     assert _common_variables(RunArguments(join="b:1"), 1) == {}  # it hears who is there
+    given = RunArguments(workers=2, tls=Path("tls"), log_dir=Path("log"), status_port=0)
+    found = _common_variables(given, 2)
+    paths = found["GOSSIPDP_TLS"], found["GOSSIPDP_LOG_DIR"]
+    assert paths == (str(Path.cwd() / "tls"), str(Path.cwd() / "log"))
+    assert found["GOSSIPDP_STATUS_PORT"] == "0"
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,8 @@ def test_stopped_is_not_dead_and_woken_is_not_restarted():
 def test_text_from_the_network_is_no_markup_and_commands_no_terminal(place):
     (worker,) = job(1).workers
     named = msgspec.structs.replace(worker, host=place, process_id=7, status_address=place)
-    hostile = msgspec.structs.replace(job(1), graph="\x1b[2J", workers=(named,))
+    clear = dict.fromkeys(("run_id", "method", "graph"), "\x1b[2J")
+    hostile = msgspec.structs.replace(job(1), workers=(named,), **clear)
     lines = drawn(hostile, 200, None)
     assert any(line.endswith(f"{place} (7) {place}") for line in map(str.rstrip, lines))
-    assert " on ?[2J," in lines[0]
+    assert lines[0].startswith("run ?[2J: ?[2J on ?[2J, comm rate 1")

@@ -44,19 +44,14 @@ def test_the_results_are_those_of_all_workers():
     json.dumps(summary)
 
 
-def test_a_worker_that_was_killed_has_results_but_no_model():
-    log = make_log(3, killed=[0])
-    assert training.averaged_together(log) == [1, 2]
-    summary = training.summarize({}, log, {})
+def test_those_that_hold_the_average_are_neither_killed_nor_late():
+    killed, late = make_log(3, killed=[0]), make_log(3, late=0)
+    assert training.averaged_together(killed) == training.averaged_together(late) == [1, 2]
+    assert training.average_digests(late).keys() == {0, 1, 2}
+    summary = training.summarize({}, killed, {})
     assert summary["workers"][0]["metric_before_average"] is None
     assert summary["workers"][0]["gradient_steps"] == 100
     assert summary["consensus_distance"] == 0.01
-
-
-def test_one_that_came_too_late_does_not_hold_the_average():
-    log = make_log(3, late=0)
-    assert training.averaged_together(log) == [1, 2]
-    assert training.average_digests(log).keys() == {0, 1, 2}
     with pytest.raises(ValueError, match="no worker came to the end"):
         training.averaged_together(make_log(3, killed=range(3)))
 

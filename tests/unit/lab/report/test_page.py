@@ -112,7 +112,11 @@ def tell(worker: WorkerLog, *notices: Notice) -> None:
     worker.counts = [*silent[:-1], replace(silent[-1], noticed=notices)]
 
 
-def test_the_page_is_whole_and_refers_to_nothing_outside():
+def words_of(log: RunLog) -> str:
+    return " ".join(Page(render(log, "run")).words.split())
+
+
+def test_the_page_is_whole_refers_to_nothing_outside_and_describes_the_run():
     text = render(a_run(), "runs/<ring>")
     page = Page(text)
     assert [each for each in page.ids if each in SECTIONS] == SECTIONS
@@ -120,19 +124,11 @@ def test_the_page_is_whole_and_refers_to_nothing_outside():
     assert not re.search(r"https?:|@import|url\((?!#)", text)
     assert "default-src 'none'" in text
     assert text.count("<svg") == 4
-
-
-def test_no_drawing_holds_nan():
-    page = Page(render(a_run(), "run"))
     for each in [*page.numbers, *page.data[:-1]]:
         assert not re.search(r"nan|inf", each, re.I), each
     data = [json.loads(each) for each in page.data[:-1]]
     assert sum("rows" in each for each in data) == 1
     assert sum("lines" in each for each in data) == 2
-
-
-def test_the_page_describes_the_run():
-    words = Page(render(a_run(), "run")).words
     for expected in (
         "ring <4>",
         "4 of 4 workers came to the end",
@@ -145,7 +141,7 @@ def test_the_page_describes_the_run():
         "</script><b>",
         "1234",
     ):
-        assert expected in words, expected
+        assert expected in page.words, expected
 
 
 def without_end(*counts: CountsRecord) -> RunLog:
@@ -178,7 +174,7 @@ def test_a_worker_that_joined_without_a_log_here_is_named():
     first = log.workers[0]
     joined = replace(first.counts[-1], exchanges_by_neighbour={1: 240, 2: 9})
     first.counts[-1] = joined
-    words = Page(render(log, "run")).words
+    words = words_of(log)
     assert "No log here of worker 2." in words
     assert "0 – 2: 9 exchanges" in words
 
@@ -187,7 +183,7 @@ def test_a_run_that_one_worker_began_and_another_joined():
     log = a_run(2)
     for worker in log.workers.values():
         worker.starts = [replace(worker.start, num_workers=1)]
-    words = Page(render(log, "run")).words
+    words = words_of(log)
     assert "nobody to exchange with" not in words
     assert "0 – 1: 240 exchanges" in words
     assert "comm rate 0.40 asked for 1" in words
@@ -276,22 +272,21 @@ def test_what_became_of_one_that_fell_silent_is_named_where_it_is_known(notices,
     silent, lost, *_ = (event for event in view.events if event.rank == 1)
     assert view.known_of(silent) == "", "more is known of its loss"
     assert view.known_of(lost) == known
-    words = " ".join(Page(render(RunLog(view.workers), "run")).words.split())
+    words = words_of(RunLog(view.workers))
     assert known in words
     assert "hangs" not in words
 
 
 def test_a_worker_without_an_end_is_shown_with_what_is_known():
     def unended(**changes: object) -> str:
-        log = RunLog(lost_one(*LOST, **changes).workers)
-        words = " ".join(Page(render(log, "run")).words.split())
+        words = words_of(RunLog(lost_one(*LOST, **changes).workers))
         return words.partition("Without an end in the log: ")[2].partition(".")[0]
 
     assert unended(process_ends=[KILLED]) == "worker 1 (its process died of signal 9 (SIGKILL))"
     assert unended() == "worker 1 (its log ends at 4"
     view = lost_one()
     assert view.unended() == {1: ""}
-    words = " ".join(Page(render(RunLog(view.workers), "run")).words.split())
+    words = words_of(RunLog(view.workers))
     assert "Of worker 1 nothing more is known: the run may go on" in words
 
 
@@ -380,7 +375,7 @@ def test_goodput_counts_absence_and_not_what_came_before_the_first_step():
     assert view.parts[1] == Part(80 * (num_records - 1), pytest.approx(11.8), 400.0)
     assert view.num_faults == 2, "a restart, and a standstill that worker 0 told"
     expected = (4720 + 80 * (num_records - 1)) / 9440
-    words = " ".join(Page(render(RunLog(view.workers), "run")).words.split())
+    words = words_of(RunLog(view.workers))
     assert f"goodput {expected:.1%} " in words
     assert f"{(1 - expected) * 23.6 / 2:.1f} s lost a fault, of 2" in words
 
@@ -400,6 +395,6 @@ def test_a_run_resumed_with_more_workers_has_the_new_graph():
         began_s, configuration = first.started_at - 100, first.configuration | {"graph": "ring <2>"}
         first = replace(first, num_workers=2, configuration=configuration, started_at=began_s)
         log.workers[rank].starts.insert(0, first)
-    words = Page(render(log, "run")).words
+    words = words_of(log)
     assert "ring <4>" in words
     assert "(differs)" not in words

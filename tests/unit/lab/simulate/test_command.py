@@ -107,13 +107,13 @@ def test_the_timeline_of_the_docs_idles_as_they_say():
     assert allreduce == pytest.approx(0.59, abs=0.005)
 
 
-def test_consensus_on_a_ring(elsewhere, capsys):
+def test_consensus_on_a_ring(elsewhere):
+    """The docs show what it prints, which test_docs holds."""
     assert simulate("--graph ring --workers 16 --json results.json --timeline") == 0
     written = strict(elsewhere / "results.json")
     # The design's table, with Poisson edges.
-    for run, (method, decay) in zip(
-        written["runs"], (("a2cid2", 0.234), ("gossip", 0.078)), strict=True
-    ):
+    expected = ("a2cid2", 0.234), ("gossip", 0.078)
+    for run, (method, decay) in zip(written["runs"], expected, strict=True):
         assert (run["method"], run["graph"], run["comm_rate"]) == (method, "ring", 1.0)
         assert run["decay_per_exchange"] == pytest.approx(decay, rel=0.2)
         assert run["achieved_comm_rate"] == pytest.approx(1.0, rel=0.1)
@@ -127,13 +127,6 @@ def test_consensus_on_a_ring(elsewhere, capsys):
     figure = elsewhere / "runs" / "simulate-consensus-ring-16" / "figure.png"
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert figure.with_name("timeline.png").is_file()
-    printed = capsys.readouterr().out
-    for expected in (
-        "times as fast as gossip",
-        f"figure: {figure.relative_to(elsewhere)}",
-        "results: results.json",
-    ):
-        assert expected in printed
 
 
 def test_several_graphs_and_rates():

@@ -110,13 +110,6 @@ def test_edges_fire_at_their_rates_however_often_they_are_looked_at():
     assert np.mean(np.array(edges) == 0) == pytest.approx(1 / 3, abs=0.015)
 
 
-def test_one_worker_has_no_exchanges():
-    population = Population(torch.zeros(1, 1, dtype=torch.float64), 1, momentum=True)
-    edges = edges_of(population, Constants.of(build_graph("ring", 1)))
-    edges.advance(1e9)
-    assert edges.num_exchanges == 0
-
-
 def run(method: str, **settings: object) -> Trace:
     return run_ideal(Scenario(**settings), method, lambda share: None)  # type: ignore[arg-type]
 

@@ -28,13 +28,8 @@ class Normalised(nn.Module):
         return self.second(torch.tanh(self.norm(self.first(x)))) * self.frozen
 
 
-class Dropping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5), nn.Linear(5, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5), nn.Linear(5, 3))
 
 
 def squared_error(model: nn.Module, batch: Batch) -> Tensor:
@@ -105,7 +100,7 @@ def test_gradients_and_buffers_are_those_of_the_module(max_rows):
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("make_model", [Normalised, Dropping])
+@pytest.mark.parametrize("make_model", [Normalised, dropping])
 def test_a_rank_s_gradient_does_not_depend_on_the_ranks_beside_it(make_model):
     together, apart = (objective(make_model).begin(4, seed=3) for _ in range(2))
     x = rows_of(together.start)
@@ -120,16 +115,16 @@ def test_a_rank_s_gradient_does_not_depend_on_the_ranks_beside_it(make_model):
 def test_dropout_is_computed_row_by_row_and_says_so(caplog):
     random_state = torch.get_rng_state()
     with caplog.at_level(logging.WARNING, "gossipdp"):
-        source = objective(Dropping, name="droplets").begin(2, seed=0)
+        source = objective(dropping, name="droplets").begin(2, seed=0)
     assert "the gradients of droplets are computed one worker at a time" in caplog.text
     x = source.start
 
     def step(seed: int) -> Gradients:
-        return objective(Dropping).begin(2, seed).gradients([0, 1], x)
+        return objective(dropping).begin(2, seed).gradients([0, 1], x)
 
     assert torch.equal(step(0).values, step(0).values)
     # Each step has a random state of its own.
-    same_batch = objective(Dropping).begin(2, seed=0)
+    same_batch = objective(dropping).begin(2, seed=0)
     found = [same_batch.gradients([0], x[:1]).values for _ in range(4)]
     assert not torch.equal(found[0], found[3])
     assert torch.equal(torch.get_rng_state(), random_state)
@@ -157,8 +152,8 @@ def test_evaluation_is_in_evaluation_mode_and_leaves_training_alone():
 
 
 def test_without_an_evaluation_the_first_batches_are_judged():
-    source = objective(Dropping).begin(2, seed=0)
-    model = Dropping().eval()
+    source = objective(dropping).begin(2, seed=0)
+    model = dropping().eval()
     RowLayout(model).write(source.start[0], model)
     losses = []
     for rank in range(2):

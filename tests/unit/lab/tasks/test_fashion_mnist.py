@@ -11,7 +11,6 @@ from image_files import fashion_mnist_arrays, idx, write_fashion_mnist
 
 from gossipdp_lab.tasks import FashionMnistOptions
 from gossipdp_lab.tasks.images import FashionMnist, read_fashion_mnist, read_idx
-from gossipdp_lab.tasks.resnet import fashion_resnet8
 
 
 def recipe_of(folder: Path, **options: Any) -> FashionMnist:
@@ -84,7 +83,6 @@ def test_it_learns(tmp_path):
     write_fashion_mnist(tmp_path, num_train=64, num_test=64)
     recipe = recipe_of(tmp_path, batch_size=64)
     model = recipe.make_model()
-    assert sum(each.numel() for each in model.parameters()) == 77_754
     optimizer, losses = recipe.make_optimizer(model), []
     for _ in range(25):
         for batch in recipe.train_loader(0, 1, 0):
@@ -95,13 +93,3 @@ def test_it_learns(tmp_path):
             losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
     assert 0 <= recipe.evaluate(model) <= 1
-
-
-def test_the_stem_and_two_layers_halve_the_images():
-    net, sizes = fashion_resnet8(), []
-    for name in ("conv1", "layer1", "layer2", "layer3"):
-        net.get_submodule(name).register_forward_hook(
-            lambda _, __, out: sizes.append(tuple(out.shape[1:]))
-        )
-    net(torch.zeros(2, 1, 28, 28))
-    assert sizes == [(16, 14, 14), (16, 14, 14), (32, 7, 7), (64, 4, 4)]

@@ -7,34 +7,40 @@ import torch
 from torch import nn
 
 from gossipdp.parallel.schedule import parameter_groups
-from gossipdp_lab.tasks.resnet import CIFAR_RESNET18_PARAMETERS, ResNet, cifar_resnet18, resnet50
+from gossipdp_lab.tasks.resnet import (
+    CIFAR_RESNET18_PARAMETERS,
+    ResNet,
+    cifar_resnet18,
+    fashion_resnet8,
+    resnet50,
+)
 
 
-def num_parameters(net: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in net.parameters())
-
-
-def test_parameter_counts():
-    assert num_parameters(cifar_resnet18()) == CIFAR_RESNET18_PARAMETERS == 11_173_962
+@pytest.mark.parametrize(
+    ("make", "image", "num_parameters", "sizes"),  # channels and height: of the stem, of each layer
+    [
+        (cifar_resnet18, (3, 32, 32), CIFAR_RESNET18_PARAMETERS,
+         [(64, 32), (64, 32), (128, 16), (256, 8), (512, 4)]),
+        (fashion_resnet8, (1, 28, 28), 77_754, [(16, 14), (16, 14), (32, 7), (64, 4)]),
+        (resnet50, (3, 224, 224), 25_557_032,
+         [(64, 112), (256, 56), (512, 28), (1024, 14), (2048, 7)]),
+    ],
+)  # fmt: skip
+def test_the_size_of_a_network_and_of_what_its_parts_give(make, image, num_parameters, sizes):
+    found = []
     with torch.device("meta"):
-        assert num_parameters(resnet50()) == 25_557_032
-
-
-def test_the_stem_for_small_images_keeps_their_size():
-    net = cifar_resnet18()
-    sizes = []
-    for layer in (net.maxpool, net.layer1, net.layer2, net.layer3, net.layer4):
-        layer.register_forward_hook(lambda _, __, out: sizes.append(tuple(out.shape[1:])))
-    with torch.device("meta"):
-        net.to("meta")(torch.zeros(1, 3, 32, 32))
-    assert sizes == [(64, 32, 32), (64, 32, 32), (128, 16, 16), (256, 8, 8), (512, 4, 4)]
+        net = make()
+        layers = [net.get_submodule(f"layer{number}") for number in range(1, net.num_layers + 1)]
+        for part in (net.conv1, *layers):
+            part.register_forward_hook(lambda _, __, out: found.append(tuple(out.shape[1:3])))
+        net(torch.zeros(1, *image))
+    assert sum(each.numel() for each in net.parameters()) == num_parameters
+    assert found == sizes
 
 
 def test_resnet50_halves_in_the_3_by_3_convolutions():
     with torch.device("meta"):
-        net = resnet50()
-        assert net(torch.zeros(1, 3, 224, 224)).shape == (1, 1000)
-    first = net.layer2[0]
+        first = resnet50().layer2[0]
     assert (first.conv1.stride, first.conv2.stride, first.conv3.stride) == ((1, 1), (2, 2), (1, 1))
 
 
