@@ -222,7 +222,9 @@ def switching_often():
         pytest.param("cuda", "torch", torch.float32, 5, marks=ON_CUDA),
     ],
 )
-def test_two_threads_lose_nothing(switching_often, monkeypatch, place, kernels, dtype, num_chunks):
+def test_two_threads_lose_nothing(
+    switching_often, monkeypatch, *, place, kernels, dtype, num_chunks
+):
     """Boundary, step and reading race snapshot and exchange, on the kernels that training uses.
 
     All numbers are multiples of 2**-8 and small, so every sum is exact: in the end x + pending is

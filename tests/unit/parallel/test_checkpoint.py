@@ -29,7 +29,7 @@ def run(wrap):
     """``run(place, **options)``: losses, end state and model of a script, which may be killed."""
 
     def script(
-        place, optimizer="sgd", shuffles=True, stop_after=None, resume="auto", every=4, **options
+        place, optimizer="sgd", *, shuffles=True, stop_after=None, resume="auto", every=4, **options
     ):
         for seed in (random.seed, numpy.random.seed, torch.manual_seed):
             seed(0)

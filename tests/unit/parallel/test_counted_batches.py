@@ -308,8 +308,6 @@ def test_a_loop_without_a_step_says_so(linear, caplog):
     assert "epochs() up to 1 yields nothing: model.stop() has ended the run" in caplog.text
 
 
-
-
 @pytest.mark.parametrize("order", [None, torch.Generator()])
 @pytest.mark.parametrize("kind", [RandomSampler, SubsetRandomSampler, WeightedRandomSampler])
 def test_random_samplers_that_draw_alike_get_a_warning(linear, monkeypatch, caplog, kind, order):

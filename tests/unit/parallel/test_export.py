@@ -74,7 +74,7 @@ def assert_same(loaded: dict[str, object], net: nn.Module) -> None:
 def test_the_average_of_more_samples_of_one_run_stays(tmp_path, caplog, name):
     """Of two sides of a cut network that both ended, whichever saves first."""
 
-    def save(rank, samples, value, run_id="a", is_end=True, num_workers=1):
+    def save(rank, *, samples, value, run_id="a", is_end=True, num_workers=1):
         average = Average(run_id, samples, rank, is_end, num_workers)
         return write_average(tmp_path / name, {"x": torch.full((3,), value)}, average)
 

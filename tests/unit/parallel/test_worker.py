@@ -259,7 +259,7 @@ def test_a_joiner_whose_rank_was_taken_ends_the_run_under_another(linear, monkey
     worker, came = linear()[0]._worker, []
     usual = worker._call
 
-    def once_refused(function: Callable[[], Any]) -> Any:
+    def once_refused(function):
         if not came:
             raise SupersededError("another process has rank 0")
         return usual(function)
