@@ -237,20 +237,19 @@ class CountedBatches:
     def _check_sampler(self, loader: Any) -> None:
         """Warn if a worker never sees much of the data, or if all see the same batches."""
         of_batches, call = getattr(loader, "batch_sampler", None), "DataLoader(..., shuffle=True"
-        for each in (getattr(loader, "sampler", None), getattr(of_batches, "sampler", None)):
+        samplers: list[Any] = [getattr(each, "sampler", None) for each in (loader, of_batches)]
+        for each in samplers:
             if isinstance(each, DistributedSampler) and not each.shuffle and each.num_replicas > 1:
                 problem = (
                     "the loader's DistributedSampler has shuffle=False, so each worker trains on "
                     "one share of the data alone: that of a slow worker counts less, and that of a "
                     "dead one is lost. In its place write"
                 )
-            elif (
-                type(each) in RANDOM_SAMPLERS
-                and each.generator is None
-                and self._worker.draws_alike
-            ):
-                if type(each) is not RandomSampler:
-                    call = f"{type(each).__name__}(..."
+            elif (kind := type(each)) in RANDOM_SAMPLERS and each.generator is None:
+                if not self._worker.draws_alike:
+                    continue
+                if kind is not RandomSampler:
+                    call = f"{kind.__name__}(..."
                 problem = (
                     "all workers go through the data in the same order, since torch has the same "
                     "random state on all of them. Unless each has data of its own, write"

@@ -122,6 +122,7 @@ class Invariants:
         self._ledger = ledger
         self._live_graph = live_graph
         self._seen: dict[WorkerProtocol, _Seen] = {}
+        self._polls: dict[int, tuple[float, int]] = {}  # the time of the last, how many then
 
     # --- at every input --------------------------------------------------------------------
 
@@ -180,11 +181,14 @@ class Invariants:
     def polled(self, rank: int) -> None:
         """``rank`` has done what was due, so its next deadline lies ahead, and is not too late.
 
-        Only a tick may be due again: a new graph may have brought it nearer.
+        It polls again at once after a death, which may have been a witness that others wait for,
+        and where a new graph brought its tick nearer: no more often than there are workers.
         """
         worker, now = self._network.workers[rank], self._network.engine.now
         due_s, of_links_s = worker.next_deadline(), worker.peers.quiet_until(now)
-        is_ahead = due_s > now or worker.clock.next_tick_at <= now
+        before_s, num_polls = self._polls.get(rank, (now, 0))
+        self._polls[rank] = now, num_polls + 1 if before_s == now else 1
+        is_ahead = due_s > now or self._polls[rank][1] <= len(self._network.workers)
         self._expect(is_ahead, "deadlines lie ahead", rank, f"it polls again at {due_s}")
         late = f"it polls at {due_s}; news, a heartbeat or a silence is due at {of_links_s}"
         self._expect(due_s <= of_links_s, "deadlines are not too late", rank, late)

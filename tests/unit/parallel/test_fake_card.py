@@ -111,7 +111,7 @@ def test_the_main_thread_finishes_before_the_other_takes_over(card, started):
         chunk.has_pending = chunk.role is Role.BUFFER
     assert "_queued_boundary" in finishes(lambda: step(net, optimizer))
     assert "_copies" in finishes(model.state_dict)
-    assert "loaded" in finishes(lambda: net.load_state_dict(net.state_dict()))
+    assert "_forget" in finishes(lambda: net.load_state_dict(net.state_dict()))
     assert "flow" in finishes(model.save_checkpoint)
     assert "_wait_for_average" in finishes(model.consolidate)
 
