@@ -17,7 +17,9 @@ import argparse
 import json
 import math
 import os
+import platform
 import secrets
+import shlex
 import shutil
 import signal
 import sys
@@ -39,8 +41,10 @@ from known_average import assert_is_mean
 from rich.console import Console
 from run_processes import VARIABLES, RunCommand, runs
 
+import gossipdp
 from gossipdp_lab.console import ProgressView
 
+SCRIPT = "tests/chaos/soak.py"
 WORKER = Path(__file__).with_name("soak_worker.py")
 SHM = "size=64m"
 # For eight interpreters that import torch on a busy machine, and for the end.
@@ -73,9 +77,7 @@ class Life:
     killed_s: float | None = None
     most_links: int = 0
     samples: list[tuple[float, float, float, float]] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        return f"{self.name}, process {self.process.pid},"
+    ports: set[int] = field(default_factory=set)
 
     @property
     def is_live(self) -> bool:
@@ -93,10 +95,13 @@ class Life:
             self.samples.append(((now_s - self.began_s) / 60, *sample))
 
     def trends(self) -> dict[str, tuple[float, float]]:
-        """Return the slope of each measure a minute, and its error; none of too short a life."""
+        """Return the slope of each measure a minute, and its error; none of too short a life.
+
+        A line goes through the means of stretches: neighbouring samples resemble each other, so the
+        error of a line through all of them would be too small.
+        """
         if not self.samples or self.samples[-1][0] < WARM_UP_MINUTES + JUDGED_MINUTES:
             return {}
-        # Of neighbouring samples, which resemble each other, the mean counts as one.
         stretches: dict[int, list[tuple[float, ...]]] = {}
         for sample in self.samples:
             if sample[0] >= WARM_UP_MINUTES:
@@ -110,6 +115,7 @@ class Life:
 
 
 def life_of(path: Path) -> tuple[int, int]:
+    """Return rank and process of a worker's life, by the name of its file."""
     rank, pid = path.name.split("-")[1:3]
     return int(rank), int(pid)
 
@@ -149,12 +155,19 @@ class Soak:
         command = [*words, *options, str(WORKER), str(self.files)]
         return RunCommand(self.directory / f"{name}.output", command, environment=variables)
 
+    # What is seen.
+
     def look(self) -> None:
+        """Note new lives, and that the supervisors run."""
         now_s = time.monotonic()
         for path in self.files.glob("life-*"):
             rank, pid = key = life_of(path)
             if key not in self.lives and runs(pid):
-                self.lives[key] = Life(f"worker {rank}", psutil.Process(pid), now_s)
+                life = self.lives[key] = Life(f"worker {rank}", psutil.Process(pid), now_s)
+                with suppress(psutil.Error):
+                    connections = life.process.net_connections(kind="tcp")
+                    listening = [each for each in connections if each.status == "LISTEN"]
+                    life.ports = {each.laddr.port for each in listening}
         for command in self.commands:
             if command.process.poll() is not None and not (self.files / "end").exists():
                 raise RuntimeError(f"the run ended early:\n{command.output.read_text()[-4000:]}")
@@ -174,6 +187,7 @@ class Soak:
         return set(range(self.num_workers)) <= live.keys() and num_joined == len(self.commands) - 1
 
     def sample(self) -> None:
+        """Take one sample of everyone, and note what processes there are."""
         now_s = time.monotonic()
         for life in (self.supervisor, *self.live().values()):
             life.sample(now_s)
@@ -182,7 +196,10 @@ class Soak:
                 own = psutil.Process(command.process.pid)
                 self.seen |= {each.pid for each in (own, *own.children(recursive=True))}
 
+    # What befalls it.
+
     def _cut_links(self, random: Random) -> None:
+        """Cut a link of the run every CUT_EVERY_S until all is over."""
         while not self._is_over.wait(CUT_EVERY_S):
             with suppress(psutil.Error):  # the run has ended
                 children = [each.pid for each in self.supervisor.process.children()]
@@ -209,12 +226,12 @@ class Soak:
         self.counts["averages"] += 1
 
     def join_or_leave(self, now_s: float, last_s: float) -> None:
-        """Let one join, and leave again after a while; the last one stays."""
+        """Let one join, or after a while leave again; the last one stays."""
         pause_s = self.join_for_s / 8
         if self.joiner is None and now_s >= self._joins_s and 0 in self.live():
+            (port,) = self.live()[0].ports
             self.counts["joins"] += 1
-            address = self.run.output.read_text().partition("--join ")[2].split()[0]
-            self.joiner = self._start(f"join-{self.counts['joins']}", "--join", address)
+            self.joiner = self._start(f"join-{self.counts['joins']}", "--join", f"127.0.0.1:{port}")
             self._leaves_s = now_s + self.join_for_s
         elif self.joiner is not None and self._leaves_s <= now_s < last_s - self.join_for_s:
             here = [life for rank, life in self.live().items() if rank >= self.num_workers]
@@ -271,6 +288,8 @@ class Soak:
         for command in self.commands:
             command.stop()
 
+    # What came of it.
+
     def judge(self, ends: dict[int, dict[str, Any]]) -> None:
         self._judge_values(ends)
         self._judge_what_is_left(ends)
@@ -280,14 +299,17 @@ class Soak:
             self.problems.append(f"of {expected:.0f} cuts {self.counts['cuts']} were done")
         trends = [(life, life.trends()) for life in (self.supervisor, *self.lives.values())]
         if not any(found for _, found in trends):
-            self.problems.append("no life lasted so long that it could be judged flat")
+            least = WARM_UP_MINUTES + JUDGED_MINUTES
+            self.problems.append(f"no life lasted {least:g} minutes, so none could be judged flat")
+        most = self.num_workers + LINKS_BESIDES
         self.problems += [
-            f"{life} had {life.most_links} links"
+            f"{life.name}, process {life.process.pid}, had {life.most_links} links"
             for life in self.lives.values()
-            if life.most_links > self.num_workers + LINKS_BESIDES
+            if life.most_links > most
         ]
         self.problems += [
-            f"{name} of {life} grows by {slope:.2f} ± {error:.2f} {MEASURES[name][0]} a minute"
+            f"{name} of {life.name}, process {life.process.pid}, grows by {slope:.2f} ± "
+            f"{error:.2f} {MEASURES[name][0]} a minute, more than {MEASURES[name][1]:g}"
             for life, found in trends
             for name, (slope, error) in found.items()
             if not slope - 2.0 * error <= MEASURES[name][1]
@@ -301,8 +323,11 @@ class Soak:
             self.problems.append(f"{len(brought)} made an average, and {len(ends)} tell: {told}")
             return
         first = averages[min(averages)]
-        if not all(torch.equal(average, first) for average in averages.values()):
-            self.problems.append("workers hold unlike bits")
+        self.problems += [
+            f"worker {rank} holds other bits than {min(averages)}"
+            for rank, average in averages.items()
+            if not torch.equal(average, first)
+        ]
         try:
             assert_is_mean(first, brought)
         except AssertionError as error:
@@ -317,13 +342,14 @@ class Soak:
             self.problems.append(f"{end['samples']} samples of {total} steps")
 
     def _judge_steps(self, told: dict[int, int]) -> None:
+        """Hold the steps of each rank against the diaries of its lives."""
         diaries = self.diaries()
         for rank in told.keys() | diaries:
             lives = diaries.get(rank, [(0, 0)])
             least, most = (sum(each) for each in zip(*lives, strict=True))
             if not least <= told.get(rank, 0) <= most:
-                text = f"{told.get(rank, 0)} steps of worker {rank}, not {least} to {most}"
-                self.problems.append(text)
+                line = f"{told.get(rank, 0)} steps of worker {rank}, not {least} to {most}"
+                self.problems.append(line)
 
     def diaries(self) -> dict[int, list[tuple[int, int]]]:
         """Return of each rank's lives the fewest and the most steps that others may know."""
@@ -361,13 +387,18 @@ class Soak:
             self.problems.append(f"of {self.counts['averages']} averages {made} were made")
 
     def _judge_output(self) -> None:
+        """Nobody said anything of an error, but that a worker was killed."""
         for path in sorted(self.directory.glob("*.output")):
             if bad := errors_in(path.read_text().splitlines()):
                 self.problems.append(f"{path.name}: {len(bad)} errors, the first: {bad[0]}")
 
 
 def errors_in(lines: list[str]) -> list[str]:
-    """Return the lines that report an error, except that of a loader killed in a hand-over."""
+    """Return the lines of a run's output that report an error.
+
+    One error is not the run's: Python's own ``resource_sharer`` raises and prints it if a data
+    loader's process is killed while it hands a descriptor over.
+    """
     found, is_of_sharer = [], False
     for line in lines:
         is_of_sharer &= "Traceback (most recent call last)" not in line
@@ -376,6 +407,35 @@ def errors_in(lines: list[str]) -> list[str]:
             found.append(line)
         is_of_sharer &= "Error" not in line
     return found
+
+
+def results_of(soak: Soak, arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    return {
+        "command": command_of(arguments),
+        "version": gossipdp.__version__,
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python "
+        f"{platform.python_version()}, torch {torch.__version__}",
+        "small_shared_memory": arguments.has_own_shm,
+        "seconds": round(seconds, 1),
+        "counts": soak.counts,
+        "lives": [
+            {
+                "name": life.name,
+                "minutes": life.samples[-1][0] if life.samples else 0.0,
+                "was_killed": life.killed_s is not None,
+                "most_links": life.most_links,
+                "slopes_and_errors_a_minute": life.trends(),
+            }
+            for life in (soak.supervisor, *soak.lives.values())
+        ],
+        "problems": soak.problems,
+    }
+
+
+def command_of(arguments: argparse.Namespace) -> str:
+    words = ["python", SCRIPT, "--minutes", f"{arguments.minutes:g}"]
+    words += ["--workers", str(arguments.workers), "--seed", str(arguments.seed)]
+    return shlex.join(words)
 
 
 def with_small_shared_memory(words: list[str]) -> None:
@@ -390,6 +450,7 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=30.0, help="of training")
     parser.add_argument("--workers", type=int, default=8, help="of the run; one more joins")
     parser.add_argument("--seed", type=int, help="of what happens; default: drawn")
+    parser.add_argument("--results", type=Path, default=Path("runs/soak.json"), help="JSON file")
     parser.add_argument("--has-own-shm", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.workers < 2:
@@ -408,10 +469,10 @@ def main() -> int:
             seed = ["--seed", str(arguments.seed)] if "--seed" not in sys.argv else []
             with_small_shared_memory([*sys.argv, *seed])
         console.print("not root, or no unshare: the /dev/shm of 64 MB is left out")
-    words = f"--minutes {arguments.minutes:g} --workers {arguments.workers} --seed {arguments.seed}"
-    print(f"to run it again: python tests/chaos/soak.py {words}", flush=True)
+    print(f"to run it again: {command_of(arguments)}", flush=True)
     directory = Path("runs/soak").absolute()
     shutil.rmtree(directory, ignore_errors=True)
+    began_s = time.monotonic()
     soak = Soak(directory, arguments.workers, arguments.minutes, arguments.seed)
     try:
         with ProgressView("soaking", console=console, redraw_every_s=1, line_every_s=10) as view:
@@ -420,9 +481,12 @@ def main() -> int:
     finally:
         soak.stop()
     soak.judge(ends)
+    results = results_of(soak, arguments, time.monotonic() - began_s)
+    arguments.results.parent.mkdir(parents=True, exist_ok=True)
+    arguments.results.write_text(json.dumps(results, indent=1) + "\n")
     counts = ", ".join(f"{number} {name}" for name, number in soak.counts.items())
     print(f"{arguments.minutes:g} minutes: {counts}; {len(soak.problems)} problems")
-    print(f"files of the run are in {directory}")
+    print(f"written to {arguments.results}; files of the run in {directory}")
     for problem in soak.problems:
         print(f"PROBLEM: {problem}", file=sys.stderr)
     return 1 if soak.problems else 0
