@@ -118,11 +118,7 @@ def file_path(directory: Path, rank: int, step: int) -> Path:
 def encode(
     tensors: Mapping[str, Tensor], facts: Facts, state: Any
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the metadata of a file; those of ``state`` are copied.
-
-    Raises:
-        ValueError: ``state`` holds something that cannot be saved.
-    """
+    """Return the tensors and the metadata of a file; those of ``state`` are copied."""
     layout, flats = packing.pack(state)
     training = {f"training/{n}": flat.to("cpu", copy=True) for n, flat in enumerate(flats)}
     training["training/layout"] = torch.frombuffer(bytearray(layout), dtype=torch.uint8)
@@ -131,11 +127,7 @@ def encode(
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], Any]:
-    """Read a file: the tensors by kind and name, as ``c/NAME``, and the training state.
-
-    Raises:
-        DamagedFileError: the file is not whole.
-    """
+    """Read a whole file: the tensors by kind and name, as ``c/NAME``, and the training state."""
     tensors, _ = read_tensors(path)
     # Out of the file's memory map, which lasts as long as a tensor of it does.
     training = {

@@ -135,21 +135,13 @@ def write_tensors(
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Read a file's metadata alone, unverified.
-
-    Raises:
-        DamagedFileError: the file is no safetensors file, or shorter than it says.
-    """
+    """Read a file's metadata alone, unverified; raise DamagedFileError if that is not possible."""
     with _opened(path) as (_, metadata):
         return metadata
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read a file that :func:`write_tensors` wrote: its tensors and metadata.
-
-    Raises:
-        DamagedFileError: its content is not what was written.
-    """
+    """Read a file's tensors and metadata; raise DamagedFileError if they are not as written."""
     with _opened(path) as (file, metadata):
         tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
     expected = metadata.pop(CHECKSUM, None)

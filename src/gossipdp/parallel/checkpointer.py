@@ -90,13 +90,8 @@ class BackgroundWriter:
 class Stateful(Protocol):
     """An object with a state to save: a scheduler, a GradScaler."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Take a state."""
-        ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 class Checkpointer:
@@ -147,12 +142,7 @@ class Checkpointer:
                 restore_random_states(states)
 
     def register(self, others: dict[str, Stateful]) -> None:
-        """Save these too from now on; give them their saved states, if the run resumed.
-
-        Raises:
-            ValueError: a name is taken, a state cannot be saved, or the run resumed and has made a
-                step since.
-        """
+        """Save these too from now on; see ``GossipDataParallel.also_checkpoint``."""
         resumption = self._worker.resumption
         resumed = None if resumption is None else resumption.training
         if resumption is not None and resumed is None:
@@ -266,7 +256,6 @@ class Checkpointer:
 
     @property
     def rank(self) -> int:
-        """Return the worker's rank."""
         return self._worker.rank
 
     @property

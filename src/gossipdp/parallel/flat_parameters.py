@@ -75,9 +75,6 @@ class FlatParameters:
         state: the flat segments, cut into chunks.
         base_digest: of a sample of the frozen base, which must be alike; "": there is none.
         moment_places: the state's moments, each with the parameters whose parts lie in it.
-
-    Raises:
-        ValueError: GOSSIPDP_CHUNK_MIB is wrong.
     """
 
     def __init__(

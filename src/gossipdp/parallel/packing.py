@@ -78,12 +78,10 @@ class TensorLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type of its elements."""
         return DTYPES[self.name]
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __post_init__(self) -> None:
