@@ -362,7 +362,6 @@ class State:
             helper.join()
 
     def flow(self, theta: float) -> None:
-        """Flow every chunk to the phase ``theta``, into its pending; x stays."""
         self.device.finish()
         for chunk in self.chunks:
             chunk.flow(theta)

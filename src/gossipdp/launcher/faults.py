@@ -79,11 +79,7 @@ class Clause:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the clause of a text.
-
-        Raises:
-            ValueError: it is none; the message shows it, and the shape of a right one.
-        """
+        """Return the clause of a text, or raise ValueError with the shape of a right one."""
         kind, *words = text.lower().split() or [""]
         shapes = [SHAPES[kind]] if kind in SHAPES else SHAPES.values()
         try:

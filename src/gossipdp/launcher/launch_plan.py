@@ -167,11 +167,7 @@ class LaunchPlan:
 
     @classmethod
     def launched(cls, variables: Mapping[str, str], secret: str | None) -> "LaunchPlan":
-        """Plan the one worker that torchrun, srun or an indexed Job assigned to this process.
-
-        Raises:
-            ValueError: see :meth:`Environment.read`.
-        """
+        """Plan the one worker that torchrun, srun or an indexed Job assigned to this process."""
         given, environment = with_torchrun_names(variables), Environment.read(variables)
         assert environment.store_host is not None
         return cls(
@@ -255,7 +251,6 @@ class LaunchPlan:
         }
 
     def open(self) -> None:
-        """Begin to answer at the store, in a thread that imports ``torch``."""
         if self.hosted is not None:
             self.hosted.open_in_background(self.key_prefix, self.world_size)
 

@@ -154,10 +154,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             self._polling = False
 
     def wake(self) -> None:
-        """Make ``poll()`` return soon, from any thread.
-
-        A forked child, in which the guard may be taken for ever, finds the transport closed first.
-        """
+        # A forked child, in which the guard may be taken for ever, finds the transport closed.
         if self._closed:
             return
         with self._wake_guard:

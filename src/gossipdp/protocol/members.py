@@ -93,7 +93,6 @@ class Member(msgspec.Struct, frozen=True, order=True, array_like=True, forbid_un
 
     @property
     def is_over(self) -> bool:
-        """Return whether this life has ended."""
         return self.status >= Status.LEFT
 
 
@@ -158,7 +157,6 @@ class Membership(News[int, Member]):
         return self._records.get(rank)
 
     def is_live(self, rank: int) -> bool:
-        """Return whether ``rank`` is known to take part."""
         member = self._records.get(rank)
         return member is not None and member.is_live
 
@@ -176,7 +174,6 @@ class Membership(News[int, Member]):
         return True
 
     def merge_all(self, members: Iterable[Member]) -> None:
-        """Take in several records."""
         for member in members:
             if self._records.get(member.rank) is not member:
                 self.merge(member)
