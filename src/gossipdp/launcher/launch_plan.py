@@ -310,10 +310,8 @@ def answers(address: tuple[str, int]) -> bool:
     """Return whether a host answers at an address: a worker that came back has another port."""
     try:
         socket.create_connection(address, CONNECT_S).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return True
 
 

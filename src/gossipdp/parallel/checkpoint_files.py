@@ -314,10 +314,6 @@ def write_average(path: str | os.PathLike[str], state: dict[str, Any], average: 
     If two parts of a run ended apart, the average of more workers stays, or of as many the one of
     more samples; the other one is written beside it. A worker that trains on after the others have
     ended has always more samples.
-
-    Raises:
-        ValueError: safetensors cannot hold something in it.
-        OSError: of the file system.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -107,9 +107,6 @@ class Checkpointer:
     being written, it is taken after that; with shards, training waits for the write.
     """
 
-    make_writer: ClassVar[Callable[[int], BackgroundWriter]] = BackgroundWriter
-    """For tests that order events: makes the writer of a rank."""
-
     def __init__(
         self,
         worker: Entry,
@@ -128,7 +125,7 @@ class Checkpointer:
         self._random_states: dict[str, Any] | None = None
         self._others: dict[str, Stateful] = {}
         self.newest: Path | None = None
-        self._writer = type(self).make_writer(worker.rank)
+        self._writer = BackgroundWriter(worker.rank)
         self._written: Future[Path] | None = None
         self._in_use = contextlib.ExitStack()
         if self._directory is not None:

@@ -319,9 +319,6 @@ def restore(state: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
     Every value comes back as it was captured, on its parameter's device. ``load_state_dict`` alone
     would cast the state's floats to the parameter's precision and break texts in it.
-
-    Raises:
-        ValueError: it is the state of other optimizers.
     """
     saved = state.get("optimizers") if isinstance(state, dict) else None
     if not isinstance(saved, list) or len(saved) != len(optimizers):
