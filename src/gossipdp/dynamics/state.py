@@ -226,7 +226,7 @@ class State:
     def compile(self, requested: str | None = None) -> None:
         """Choose the kernels of exchanges, and load them, so that they delay no step.
 
-        For the choice and its errors see :func:`~gossipdp.dynamics.update.choose_kernels`.
+        For the choice see :func:`~gossipdp.dynamics.update.choose_kernels`.
         """
         num_values = sum(chunk.num_elements for chunk in self.chunks)
         is_compiled = update.choose_kernels(num_values, requested) == "numba"

@@ -143,7 +143,6 @@ class LaunchPlan:
 
         Raises:
             ValueError: the number of hosts, or this one's, is impossible.
-            RendezvousError: the port is in use, or the address is not of this machine.
         """
         at_least_1("--nnodes", num_hosts)
         if not 0 <= host_rank < num_hosts:

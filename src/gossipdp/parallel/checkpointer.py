@@ -108,10 +108,7 @@ class Checkpointer:
     """
 
     def __init__(
-        self,
-        worker: Entry,
-        position: DataPosition,
-        capture: Callable[[], dict[str, Tensor]],
+        self, worker: Entry, position: DataPosition, capture: Callable[[], dict[str, Tensor]]
     ) -> None:
         self._worker, self._position, self._capture = worker, position, capture
         self._saving = saving = worker.options.checkpoints

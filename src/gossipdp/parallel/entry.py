@@ -250,19 +250,13 @@ class Entry:
         process_id = self.incarnation << 32 | secrets.randbits(32)
         self._work_out = Background[Place](one_blas_thread)
         status = Status.JOINING if is_joining else Status.ALIVE
-        status_address = ("", 0) if self._page is None else self._page.announced(host)
+        status_place = ("", 0) if self._page is None else self._page.announced(host)
+        places = host, listener.getsockname()[1], *status_place
         is_on_card = self._state.device.is_queued
         share = TAKEN_SHARE_ON_CARD if is_on_card else TAKEN_SHARE_BELOW_ONE
         self._protocol = protocol = WorkerProtocol(
             own=Member(
-                self.rank,
-                self.incarnation,
-                process_id,
-                status,
-                host,
-                listener.getsockname()[1],
-                *status_address,
-                restarts=self._restarts,
+                self.rank, self.incarnation, process_id, status, *places, restarts=self._restarts
             ),
             graph=LiveGraph(self._constants),
             method=self._method,  # type: ignore[arg-type]

@@ -152,11 +152,7 @@ class KeptMoment:
     """One moment of one optimizer, which lies in one flat tensor. The main thread's."""
 
     def __init__(
-        self,
-        segment: Segment,
-        views: Sequence[View],
-        optimizer: torch.optim.Optimizer,
-        level: int,
+        self, segment: Segment, views: Sequence[View], optimizer: torch.optim.Optimizer, level: int
     ) -> None:
         assert segment.moment is not None
         self._moment, self._chunks = segment.moment, segment.chunks
