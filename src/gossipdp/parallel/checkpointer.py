@@ -211,8 +211,7 @@ class Checkpointer:
     def take_due(self, states: dict[str, Any] | None = None) -> None:
         """Take the checkpoint that is due, unless the last is still being written.
 
-        Args:
-            states: of the random generators; None: the present ones.
+        ``states``: of the random generators; None: the present ones.
         """
         if self._has_looked:
             return

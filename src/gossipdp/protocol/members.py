@@ -109,12 +109,10 @@ class News(Generic[_Key, _Record]):
         self._changed_at: dict[_Key, int] = {}  # in ascending order of version
 
     def news(self, since: int = 0, most: int | None = None) -> tuple[tuple[_Record, ...], int]:
-        """Return at most ``most`` records changed after version ``since``, the oldest change first.
+        """Return records changed after version ``since``, sorted, and the version they bring up to.
 
-        The cost is that of the records after ``since``, not of all that are known.
-
-        Returns:
-            The sorted records, and the version that they bring up to.
+        If there are more than ``most``, these are the oldest changes. The cost is that of the
+        records after ``since``, not of all that are known.
         """
         if since == self.version:
             return (), since
