@@ -44,8 +44,6 @@ class Segment:
         chunk_bytes: int = CHUNK_BYTES,
         moment: Moment | None = None,
     ) -> None:
-        if x.dim() != 1:
-            raise ValueError(f"a segment is one-dimensional, not of shape {tuple(x.shape)}")
         self.x = x
         self.role = role
         self.optimizer_index = optimizer_index

@@ -85,10 +85,6 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
     ) -> None:
         self._closed = True  # until there is something to close
         bound_host, bound_port = listener.getsockname()[:2]
-        if not identity.host and ipaddress.ip_address(bound_host).is_unspecified:
-            raise ValueError(
-                f"listening on {bound_host}: name the address to dial in identity.host"
-            )
         self.identity = msgspec.structs.replace(
             identity, host=identity.host or bound_host, port=bound_port
         )

@@ -309,8 +309,6 @@ class Progress(News[tuple[int, int], ProgressEntry]):
         self, samples: int, steps: int = 1, now: float = 0.0, *, is_stopped: bool = False
     ) -> None:
         """Count this worker's own work; with ``is_stopped``, end the run for all too."""
-        if samples < 0 or steps < 0:
-            raise ValueError(f"progress only grows: got samples={samples}, steps={steps}")
         known, before = self.own, self.own or ProgressEntry(*self._own, 0, 0)
         self.own = ProgressEntry(
             *self._own,
