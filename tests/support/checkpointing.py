@@ -1,6 +1,6 @@
 """A model's steps and checkpoints, and writers with which a test orders events.
 
-``Checkpointer.make_writer = AtOnce`` sets the writer.
+They take the place of ``BackgroundWriter`` in :mod:`gossipdp.parallel.checkpointer`.
 """
 
 from concurrent.futures import Future

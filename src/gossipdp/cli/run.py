@@ -177,12 +177,8 @@ def run(arguments: RunArguments) -> int:
 
     faults = None
     if fault_plan is not None:
-        faults = FaultInjector(
-            fault_plan,
-            plan.world_size or plan.num_local,
-            seed=arguments.faults_seed,
-            say=_tell,
-        )
+        num_drawn = plan.world_size or plan.num_local
+        faults = FaultInjector(fault_plan, num_drawn, seed=arguments.faults_seed, say=_tell)
         if fault_plan.kills and not arguments.max_restarts:
             _tell("--faults kills workers, and without --max-restarts they stay away")
     supervisor = Supervisor(

@@ -283,7 +283,6 @@ class Slot:
         return self._room[: like.nbytes].view(like.dtype)
 
     def load(self, values: Tensor) -> Tensor:
-        """Copy ``values`` to the device; they may change as soon as this returns."""
         loaded = self.on_device(values)
         if self._device.is_pinned(values):
             loaded.copy_(values, non_blocking=True)

@@ -44,8 +44,6 @@ class Segment:
         chunk_bytes: int = CHUNK_BYTES,
         moment: Moment | None = None,
     ) -> None:
-        if x.dim() != 1:
-            raise ValueError(f"a segment is one-dimensional, not of shape {tuple(x.shape)}")
         self.x = x
         self.role = role
         self.optimizer_index = optimizer_index
@@ -226,7 +224,7 @@ class State:
     def compile(self, requested: str | None = None) -> None:
         """Choose the kernels of exchanges, and load them, so that they delay no step.
 
-        For the choice and its errors see :func:`~gossipdp.dynamics.update.choose_kernels`.
+        For the choice see :func:`~gossipdp.dynamics.update.choose_kernels`.
         """
         num_values = sum(chunk.num_elements for chunk in self.chunks)
         is_compiled = update.choose_kernels(num_values, requested) == "numba"
@@ -362,7 +360,6 @@ class State:
             helper.join()
 
     def flow(self, theta: float) -> None:
-        """Flow every chunk to the phase ``theta``, into its pending; x stays."""
         self.device.finish()
         for chunk in self.chunks:
             chunk.flow(theta)

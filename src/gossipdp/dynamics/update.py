@@ -261,9 +261,6 @@ def choose_kernels(num_values: int, requested: str | None = None) -> str:
 
     ``auto`` takes numba for at least :data:`LEAST_COMPILED_VALUES`; ``numba`` and ``torch`` are
     taken as they are. By default the variable GOSSIPDP_KERNELS decides, else ``auto``.
-
-    Raises:
-        ValueError: there is no such choice.
     """
     requested = requested or os.environ.get("GOSSIPDP_KERNELS") or "auto"
     if requested not in ("auto", *KERNELS):

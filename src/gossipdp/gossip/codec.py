@@ -259,11 +259,7 @@ class Codec:
 
     @_timed
     def encode(self, chunk: Chunk) -> None:
-        """Take a snapshot and write its bytes to :meth:`room`.
-
-        Raises:
-            PoisonFound: it holds NaN or infinity.
-        """
+        """Write the bytes of a snapshot to :meth:`room`; raise PoisonFound for NaN or infinity."""
         if not self.is_certain(chunk):
             self._encode_difference(chunk)
         elif self._is_square(chunk):
@@ -337,11 +333,7 @@ class Codec:
         return squared_norm
 
     def repeat(self, chunk: Chunk) -> memoryview:
-        """Return our snapshot in bfloat16, to be sent.
-
-        Raises:
-            PoisonFound: it overflows.
-        """
+        """Return our snapshot in bfloat16, to be sent; raise PoisonFound if it overflows."""
         mine = self._tensor(chunk, torch.bfloat16)
         mine.copy_(self._code_slot(chunk).snapshot[: chunk.num_elements])
         if not is_finite(mine):

@@ -121,11 +121,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decode(data: bytes, kind: type[_Record]) -> _Record:
-    """Return the record in a JSON text. A null, such as JSON has for NaN, means the default.
-
-    Raises:
-        ValueError: the text is not such a record.
-    """
+    """Return the record in a JSON text, or raise ValueError. A null, as for NaN, is the default."""
     try:
         fields = msgspec.json.decode(data, type=dict[str, Any])
         known = {name: value for name, value in fields.items() if value is not None}

@@ -115,11 +115,7 @@ class Exchange:
         return sum(count[frame_type] for count in counts for frame_type in EXCHANGE_TYPES)
 
     def pump(self) -> None:
-        """Take and send snapshots as far as the window and the link's queue allow.
-
-        Raises:
-            PoisonFound: a snapshot holds NaN or infinity; it was not sent.
-        """
+        """Send snapshots as far as window and queue allow; raise PoisonFound if one is poisoned."""
         if not self._is_confirmed:
             return
         if self._preface is not None:

@@ -216,13 +216,10 @@ class GossipLoop(LinkHandler):
         self._dials_neighbours_at_once = True  # a joiner's graph is still to come
 
     def _found_poison(self, where_and_outcome: str) -> None:
+        """Stop exchanging for good."""
         error = f"the parameters of worker {self.protocol.rank}{where_and_outcome}"
-        self.poison(PoisonedError(f"{error}. Lower the learning rate or clip gradients"))
-
-    def poison(self, error: PoisonedError) -> None:
-        """Stop exchanging for good: this worker's parameters are poisoned, as ``error`` says."""
-        self.poisoned = error
-        logger.error("%s", error)
+        self.poisoned = PoisonedError(f"{error}. Lower the learning rate or clip gradients")
+        logger.error("%s", self.poisoned)
         self.perform(self.protocol.poisoned(self.clock()))
 
     def consolidate(self, on_end: Callable[[Outcome], None], timeout_s: float = math.inf) -> None:

@@ -352,9 +352,6 @@ def with_torchrun_names(variables: Mapping[str, str]) -> dict[str, str]:
 
     Sources: srun(1), "Output environment variables"; kubernetes.io, "Jobs", completion mode
     Indexed.
-
-    Raises:
-        ValueError: a variable of Slurm has an unknown form.
     """
     given = {name: value for name, value in variables.items() if value}
     if "RANK" in given:

@@ -79,11 +79,7 @@ class Clause:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the clause of a text.
-
-        Raises:
-            ValueError: it is none; the message shows it, and the shape of a right one.
-        """
+        """Return the clause of a text, or raise ValueError with the shape of a right one."""
         kind, *words = text.lower().split() or [""]
         shapes = [SHAPES[kind]] if kind in SHAPES else SHAPES.values()
         try:
@@ -146,11 +142,7 @@ class FaultPlan:
 
     @classmethod
     def parse(cls, text: str, num_workers: int | None = None) -> Self:
-        """Return the plan of ``--faults``; if ``num_workers`` is given, ranks must be below it.
-
-        Raises:
-            ValueError: a clause cannot be read, or names a rank that does not exist.
-        """
+        """Return the plan of ``--faults``; if ``num_workers`` is given, ranks must be below it."""
         plan = cls(tuple(map(Clause.parse, text.removesuffix(";").split(";"))))
         for clause in plan.clauses:
             if num_workers and clause.rank is not None and clause.rank >= num_workers:

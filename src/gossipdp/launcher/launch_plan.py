@@ -143,7 +143,6 @@ class LaunchPlan:
 
         Raises:
             ValueError: the number of hosts, or this one's, is impossible.
-            RendezvousError: the port is in use, or the address is not of this machine.
         """
         at_least_1("--nnodes", num_hosts)
         if not 0 <= host_rank < num_hosts:
@@ -167,11 +166,7 @@ class LaunchPlan:
 
     @classmethod
     def launched(cls, variables: Mapping[str, str], secret: str | None) -> "LaunchPlan":
-        """Plan the one worker that torchrun, srun or an indexed Job assigned to this process.
-
-        Raises:
-            ValueError: see :meth:`Environment.read`.
-        """
+        """Plan the one worker that torchrun, srun or an indexed Job assigned to this process."""
         given, environment = with_torchrun_names(variables), Environment.read(variables)
         assert environment.store_host is not None
         return cls(
@@ -255,7 +250,6 @@ class LaunchPlan:
         }
 
     def open(self) -> None:
-        """Begin to answer at the store, in a thread that imports ``torch``."""
         if self.hosted is not None:
             self.hosted.open_in_background(self.key_prefix, self.world_size)
 
@@ -315,10 +309,8 @@ def answers(address: tuple[str, int]) -> bool:
     """Return whether a host answers at an address: a worker that came back has another port."""
     try:
         socket.create_connection(address, CONNECT_S).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return True
 
 

@@ -183,11 +183,7 @@ class Rendezvous:
 
     @classmethod
     def open(cls, environment: Environment, timeout_s: float) -> "Rendezvous":
-        """Connect to the store that the environment names; a worker alone needs none.
-
-        Raises:
-            RendezvousError: the store did not answer within ``timeout_s``.
-        """
+        """Connect to the store that the environment names; a worker alone needs none."""
         part = cls(environment, None, timeout_s=timeout_s, number=next(_numbers))
         if environment.needs_rank and not part.joins:
             raise RendezvousError(
@@ -284,10 +280,6 @@ class Rendezvous:
         if environment.hosts_store:
             end = self._end_store_soon
             threading.Thread(target=end, name="gossipdp store", daemon=True).start()
-
-    def mark_consolidated(self) -> None:
-        """Report to the launcher that the run is complete, and needs no other worker any more."""
-        self.report(Report(consolidated=True))
 
     def _end_store_soon(self) -> None:
         """End the store that this worker hosts, once all train: then it is not needed."""

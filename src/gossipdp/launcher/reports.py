@@ -4,9 +4,6 @@ From these reports a launcher knows live addresses, through which a restarted wo
 a store. Each worker has one end of a datagram socket pair of its own, named by GOSSIPDP_REPORT;
 without a launcher, reports go nowhere. Nothing here waits: a report that does not fit the socket's
 queue is dropped, and a later one follows.
-
-All workers of a script make the same mistakes. If several report the same sentence, the launcher
-prints it once.
 """
 
 import os

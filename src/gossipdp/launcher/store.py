@@ -58,9 +58,6 @@ class HostedStore:
 
     A store on loopback stays until :meth:`close`, so that the user's own process groups can share
     it; another one ends CLOSE_AFTER_S after all workers have begun.
-
-    Raises:
-        RendezvousError: the address is not of this machine, or the port is in use.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:

@@ -223,11 +223,7 @@ class Supervisor:
         self._plan.open()  # the workers import torch meanwhile
 
     def step(self, timeout_s: float = POLL_S) -> bool:
-        """Wait for something to happen, at most ``timeout_s``, and act on it.
-
-        Returns:
-            Whether a worker runs or is to run.
-        """
+        """Wait at most ``timeout_s`` for an event and act; return whether a worker runs or will."""
         dues = [due_at for due_at, _ in self._due.values() if due_at > self._looked_at_s]
         waits_s = [timeout_s, *(due_at - self._clock() for due_at in dues)]  # others are held back
         waits_s += [self._faults.wait_s()] if self._faults is not None else []

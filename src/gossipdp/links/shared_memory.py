@@ -59,11 +59,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def memory_file(name: str) -> int:
-    """Return the descriptor of a new file in memory, which can be sealed.
-
-    Raises:
-        OSError: the system has none.
-    """
+    """Return the descriptor of a new file in memory, which can be sealed, or raise OSError."""
     descriptor: int = _libc.memfd_create(name.encode(), _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
     if descriptor < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

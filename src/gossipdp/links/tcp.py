@@ -85,10 +85,6 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
     ) -> None:
         self._closed = True  # until there is something to close
         bound_host, bound_port = listener.getsockname()[:2]
-        if not identity.host and ipaddress.ip_address(bound_host).is_unspecified:
-            raise ValueError(
-                f"listening on {bound_host}: name the address to dial in identity.host"
-            )
         self.identity = msgspec.structs.replace(
             identity, host=identity.host or bound_host, port=bound_port
         )
@@ -154,10 +150,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             self._polling = False
 
     def wake(self) -> None:
-        """Make ``poll()`` return soon, from any thread.
-
-        A forked child, in which the guard may be taken for ever, finds the transport closed first.
-        """
+        # A forked child, in which the guard may be taken for ever, finds the transport closed.
         if self._closed:
             return
         with self._wake_guard:

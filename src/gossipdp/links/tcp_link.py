@@ -141,8 +141,6 @@ class TcpLink(Link):
         self._send_small(FrameType.CONTROL, data)
 
     def send_chunk(self, frame_type: FrameType, key: ChunkKey, payload: memoryview) -> None:
-        if frame_type in frames.KEYLESS_TYPES:
-            raise ValueError(f"a {frame_type.name} frame is not a chunk; use send_control")
         frames.check_length(frame_type, payload.nbytes)
         chunk = _Queued(frame_type, payload.cast("B"), frames.pack_key(key))
         if self.closed:

@@ -262,11 +262,7 @@ class StatusBoard:
             self._speeds.note(("bytes", rank), now_s, sent)
 
     def job(self, now_s: float) -> JobStatus:
-        """Return the job as it is known now.
-
-        Raises:
-            ValueError: no worker has answered yet.
-        """
+        """Return the job as it is known now; raise ValueError if no worker has answered yet."""
         if not self._answers:
             raise ValueError("no worker has answered yet")
         answered_s, about = max(self._answers.values(), key=itemgetter(0))

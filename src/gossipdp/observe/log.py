@@ -199,11 +199,7 @@ class _Before(NamedTuple):
 
 
 def _read_before(path: Path) -> _Before | None:
-    """Read a log, line by line, since it may be long; None: there is none, or no whole line.
-
-    Raises:
-        ValueError: a line is no record, or another version wrote them.
-    """
+    """Read a log, line by line, since it may be long; None: there is none, or no whole line."""
     last: dict[bytes, bytes] = {}  # the last line of each kind
     first = line = b""
     num_bytes = 0

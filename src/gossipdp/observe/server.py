@@ -114,11 +114,7 @@ class JobView:
 
 
 class StatusServer(http.server.ThreadingHTTPServer, sockets.DescriptorOwner):
-    """A server that binds its port at once, and answers from :meth:`serve` on.
-
-    Raises:
-        RendezvousError: the port is in use, or the host is no address of this machine.
-    """
+    """A server that binds its port at once, by ``listen()``, and answers from :meth:`serve` on."""
 
     def __init__(
         self, host: str, port: int, *, clock: Callable[[], float] = time.monotonic
@@ -235,9 +231,6 @@ class StatusPort:
         """Take the port of that rank; a worker that is given another rank moves.
 
         If it is in use, training goes on without a status, and a warning says so.
-
-        Raises:
-            ValueError: there is no such port.
         """
         port = self._first_port + rank if self._first_port else 0
         if port > 65535:

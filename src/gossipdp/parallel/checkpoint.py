@@ -47,7 +47,7 @@ from gossipdp.parallel.checkpoint_files import (
     read_metadata,
     read_tensors,
 )
-from gossipdp.parallel.options import Checkpoints, PathLike
+from gossipdp.parallel.options import Checkpoints
 from gossipdp.parallel.shards import Replica
 from gossipdp.protocol.actions import Notice
 from gossipdp.protocol.members import Member, ProgressEntry, Status
@@ -118,11 +118,7 @@ def file_path(directory: Path, rank: int, step: int) -> Path:
 def encode(
     tensors: Mapping[str, Tensor], facts: Facts, state: Any
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the metadata of a file; those of ``state`` are copied.
-
-    Raises:
-        ValueError: ``state`` holds something that cannot be saved.
-    """
+    """Return the tensors and the metadata of a file; those of ``state`` are copied."""
     layout, flats = packing.pack(state)
     training = {f"training/{n}": flat.to("cpu", copy=True) for n, flat in enumerate(flats)}
     training["training/layout"] = torch.frombuffer(bytearray(layout), dtype=torch.uint8)
@@ -131,11 +127,7 @@ def encode(
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], Any]:
-    """Read a file: the tensors by kind and name, as ``c/NAME``, and the training state.
-
-    Raises:
-        DamagedFileError: the file is not whole.
-    """
+    """Read a whole file: the tensors by kind and name, as ``c/NAME``, and the training state."""
     tensors, _ = read_tensors(path)
     # Out of the file's memory map, which lasts as long as a tensor of it does.
     training = {
@@ -325,14 +317,7 @@ def find_resumption(
     # A run that lives would remove files meanwhile, so it is looked for; this one has no name yet.
     with contextlib.nullcontext() if directory is None else in_use(directory, ""):
         while True:
-            found = _find(
-                saving.resume,
-                directory,
-                layout,
-                replica.environment,
-                newest_step,
-                averaged=averaged,
-            )
+            found = _find(saving, layout, averaged, replica.environment, newest_step)
             (steps,) = replica.gather(-1 if found is None else found.counts.step)
             if len(set(steps)) == 1:
                 return found
@@ -340,17 +325,16 @@ def find_resumption(
 
 
 def _find(
-    resume: PathLike | None,
-    directory: Path | None,
+    saving: Checkpoints,
     layout: Layout,
+    averaged: Collection[str],
     environment: Environment,
     newest_step: float,
-    *,
-    averaged: Collection[str],
 ) -> Resumption | None:
     """Return the state from which this worker starts, of ``newest_step`` at the latest."""
-    source = directory if resume == "auto" else None if resume is None else Path(resume)
-    by_rank = _files_to_go_on_from(resume, source, directory)
+    place = saving.directory if saving.resume == "auto" else saving.resume
+    source = None if place is None else Path(place)
+    by_rank = _files_to_go_on_from(saving, source)
     if source is None or by_rank is None:
         return None
     rank, first = environment.rank, next(iter(by_rank.values()))[0]
@@ -419,10 +403,9 @@ def _find(
     )
 
 
-def _files_to_go_on_from(
-    resume: PathLike | None, source: Path | None, directory: Path | None
-) -> dict[int, list[Facts]] | None:
+def _files_to_go_on_from(saving: Checkpoints, source: Path | None) -> dict[int, list[Facts]] | None:
     """Return the readable files of ``source`` by rank; None for a fresh start."""
+    directory = None if saving.directory is None else Path(saving.directory)
     goes_on_there = (
         source is not None and directory is not None and source.resolve() == directory.resolve()
     )
@@ -437,7 +420,7 @@ def _files_to_go_on_from(
         return by_rank
     if _holds_files(source):
         raise DamagedFileError(f"no checkpoint in {source} is whole")
-    if resume == "auto":
+    if saving.resume == "auto":
         return None
     what = "holds no checkpoint" if source.is_dir() else "is no directory"
     raise ValueError(

@@ -135,21 +135,13 @@ def write_tensors(
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Read a file's metadata alone, unverified.
-
-    Raises:
-        DamagedFileError: the file is no safetensors file, or shorter than it says.
-    """
+    """Read a file's metadata alone, unverified; raise DamagedFileError if that is not possible."""
     with _opened(path) as (_, metadata):
         return metadata
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read a file that :func:`write_tensors` wrote: its tensors and metadata.
-
-    Raises:
-        DamagedFileError: its content is not what was written.
-    """
+    """Read a file's tensors and metadata; raise DamagedFileError if they are not as written."""
     with _opened(path) as (file, metadata):
         tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
     expected = metadata.pop(CHECKSUM, None)
@@ -322,10 +314,6 @@ def write_average(path: str | os.PathLike[str], state: dict[str, Any], average: 
     If two parts of a run ended apart, the average of more workers stays, or of as many the one of
     more samples; the other one is written beside it. A worker that trains on after the others have
     ended has always more samples.
-
-    Raises:
-        ValueError: safetensors cannot hold something in it.
-        OSError: of the file system.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

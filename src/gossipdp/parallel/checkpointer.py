@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -90,13 +90,8 @@ class BackgroundWriter:
 class Stateful(Protocol):
     """An object with a state to save: a scheduler, a GradScaler."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Take a state."""
-        ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 class Checkpointer:
@@ -112,14 +107,8 @@ class Checkpointer:
     being written, it is taken after that; with shards, training waits for the write.
     """
 
-    make_writer: ClassVar[Callable[[int], BackgroundWriter]] = BackgroundWriter
-    """For tests that order events: makes the writer of a rank."""
-
     def __init__(
-        self,
-        worker: Entry,
-        position: DataPosition,
-        capture: Callable[[], dict[str, Tensor]],
+        self, worker: Entry, position: DataPosition, capture: Callable[[], dict[str, Tensor]]
     ) -> None:
         self._worker, self._position, self._capture = worker, position, capture
         self._saving = saving = worker.options.checkpoints
@@ -133,7 +122,7 @@ class Checkpointer:
         self._random_states: dict[str, Any] | None = None
         self._others: dict[str, Stateful] = {}
         self.newest: Path | None = None
-        self._writer = type(self).make_writer(worker.rank)
+        self._writer = BackgroundWriter(worker.rank)
         self._written: Future[Path] | None = None
         self._in_use = contextlib.ExitStack()
         if self._directory is not None:
@@ -147,12 +136,7 @@ class Checkpointer:
                 restore_random_states(states)
 
     def register(self, others: dict[str, Stateful]) -> None:
-        """Save these too from now on; give them their saved states, if the run resumed.
-
-        Raises:
-            ValueError: a name is taken, a state cannot be saved, or the run resumed and has made a
-                step since.
-        """
+        """Save these too from now on; see ``GossipDataParallel.also_checkpoint``."""
         resumption = self._worker.resumption
         resumed = None if resumption is None else resumption.training
         if resumption is not None and resumed is None:
@@ -227,8 +211,7 @@ class Checkpointer:
     def take_due(self, states: dict[str, Any] | None = None) -> None:
         """Take the checkpoint that is due, unless the last is still being written.
 
-        Args:
-            states: of the random generators; None: the present ones.
+        ``states``: of the random generators; None: the present ones.
         """
         if self._has_looked:
             return
@@ -266,7 +249,6 @@ class Checkpointer:
 
     @property
     def rank(self) -> int:
-        """Return the worker's rank."""
         return self._worker.rank
 
     @property

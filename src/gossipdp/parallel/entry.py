@@ -250,17 +250,13 @@ class Entry:
         process_id = self.incarnation << 32 | secrets.randbits(32)
         self._work_out = Background[Place](one_blas_thread)
         status = Status.JOINING if is_joining else Status.ALIVE
-        status_address = ("", 0) if self._page is None else self._page.announced(host)
+        status_place = ("", 0) if self._page is None else self._page.announced(host)
+        places = host, listener.getsockname()[1], *status_place
+        is_on_card = self._state.device.is_queued
+        share = TAKEN_SHARE_ON_CARD if is_on_card else TAKEN_SHARE_BELOW_ONE
         self._protocol = protocol = WorkerProtocol(
             own=Member(
-                self.rank,
-                self.incarnation,
-                process_id,
-                status,
-                host,
-                listener.getsockname()[1],
-                *status_address,
-                restarts=self._restarts,
+                self.rank, self.incarnation, process_id, status, *places, restarts=self._restarts
             ),
             graph=LiveGraph(self._constants),
             method=self._method,  # type: ignore[arg-type]
@@ -269,7 +265,7 @@ class Entry:
             num_chunks=len(self._state.averaged_chunks),
             num_copied_chunks=len(self._state.all_chunks) - len(self._state.averaged_chunks),
             work_out=self._work_out,
-            exchange_rate=self._exchange_rate(),
+            exchange_rate=ExchangeRate(share) if options.fixed_comm_rate is None else None,
             moments_due=moments_due(
                 [each.moment for each in self._state.moments if each.moment is not None],
                 is_default=options.exchange.moments is True,
@@ -305,12 +301,6 @@ class Entry:
         self._state.device.finish()
         self._thread.start()
 
-    def _exchange_rate(self) -> ExchangeRate | None:
-        if self.options.fixed_comm_rate is not None:
-            return None
-        is_on_card = self._state.device.is_queued
-        return ExchangeRate(TAKEN_SHARE_ON_CARD if is_on_card else TAKEN_SHARE_BELOW_ONE)
-
     def _identity(self, host: str, run_id: str, rank: int, process_id: int) -> Identity:
         settings = self.settings
         return Identity(
@@ -342,23 +332,19 @@ class Entry:
         is_first = environment.shard == 0
         if is_first:
             self._join()
-            self._await_disputes()
+            since_s = time.monotonic()
+            while time.monotonic() < since_s + self._network.timeout_s:
+                try:
+                    self._thread.check()
+                except SupersededError as error:
+                    self._give_up_rank(error)
+                    self._join()
+                    since_s = time.monotonic()
+                time.sleep(LOOK_AT_RANK_EVERY_S)
         rank = self.replica.first_says(self.rank if is_first else 0)
         self._environment = replace(environment, rank=rank)
         if not is_first:
             self._join()
-
-    def _await_disputes(self) -> None:
-        """Return once this worker has had its rank, undisputed, for a time-out."""
-        since_s = time.monotonic()
-        while time.monotonic() < since_s + self._network.timeout_s:
-            try:
-                self._thread.check()
-            except SupersededError as error:
-                self._give_up_rank(error)
-                self._join()
-                since_s = time.monotonic()
-            time.sleep(LOOK_AT_RANK_EVERY_S)
 
     def _join(self) -> None:
         """Join; whenever the rank turns out to be another worker's, join with another rank.
@@ -506,7 +492,6 @@ class Entry:
         self._has_stopped = True
 
     def view(self) -> tuple[MemberStatus, ...]:
-        """Return all workers that are known, for the status port."""
         return view_of(self._loop.snapshot, self._loop.clock())
 
     @property

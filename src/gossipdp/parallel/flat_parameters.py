@@ -38,9 +38,6 @@ def chunk_bytes_for(model_bytes: int, *, is_on_accelerator: bool = False) -> int
 
     A boundary takes one lock for each chunk, so chunks grow with the model. All workers must cut
     alike: where some are on accelerators and some are not, GOSSIPDP_CHUNK_MIB must say how.
-
-    Raises:
-        ValueError: GOSSIPDP_CHUNK_MIB is not a whole number from 1 to 64.
     """
     if (given := os.environ.get(CHUNK_VARIABLE)) is not None:
         if not given.isdecimal() or not 1 <= int(given) <= frames.MAX_CHUNK_BYTES >> 20:
@@ -75,9 +72,6 @@ class FlatParameters:
         state: the flat segments, cut into chunks.
         base_digest: of a sample of the frozen base, which must be alike; "": there is none.
         moment_places: the state's moments, each with the parameters whose parts lie in it.
-
-    Raises:
-        ValueError: GOSSIPDP_CHUNK_MIB is wrong.
     """
 
     def __init__(

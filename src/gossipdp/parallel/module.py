@@ -16,12 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gossipdp import logs
-from gossipdp.parallel.checkpoint_files import (
-    Average,
-    check_name,
-    copied_state,
-    write_average,
-)
+from gossipdp.parallel.checkpoint_files import Average, check_name, copied_state, write_average
 from gossipdp.parallel.checkpointer import Stateful
 from gossipdp.parallel.counted_batches import arguments, dataset_size
 from gossipdp.parallel.hooks import check_arguments, checked_optimizers

@@ -152,11 +152,7 @@ class KeptMoment:
     """One moment of one optimizer, which lies in one flat tensor. The main thread's."""
 
     def __init__(
-        self,
-        segment: Segment,
-        views: Sequence[View],
-        optimizer: torch.optim.Optimizer,
-        level: int,
+        self, segment: Segment, views: Sequence[View], optimizer: torch.optim.Optimizer, level: int
     ) -> None:
         assert segment.moment is not None
         self._moment, self._chunks = segment.moment, segment.chunks
@@ -194,9 +190,6 @@ class KeptMoment:
         The optimizer's boundary has not begun. This looks at one tensor after each step, so it sees
         at once if an optimizer replaces all of them. Before an average is added it looks at all:
         none may be added to memory that the optimizer no longer reads.
-
-        Raises:
-            ValueError: it keeps no such tensor as was named, and no other optimizer can be meant.
         """
         if self._moment.is_unsound and not self._has_warned:  # the gossip thread has found it
             self._has_warned = True

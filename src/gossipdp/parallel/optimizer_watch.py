@@ -19,7 +19,6 @@ TOLERANCE = 0.01
 MOST_SCALE = 2.0  # of a moment to its gradient
 # Two optimizers may hold each other.
 MAX_DEPTH = 6
-# They compare the gradients of two steps and take the difference for the work of their own step.
 COMPARES_GRADIENTS = (torch.optim.LBFGS,)
 
 
@@ -77,11 +76,7 @@ class OptimizerWatch:
         return {name: _sample(parameter) for name, parameter in self._parameters.items()}
 
     def stepped(self) -> None:
-        """Look at an optimizer that has stepped; its boundary has not begun.
-
-        Raises:
-            ValueError: it keeps a copy of a parameter.
-        """
+        """Look at an optimizer that has stepped, and whose boundary has not begun."""
         if self._looks_for_memory:
             self._warn_of_memory()
         state = self._optimizer.state

@@ -78,12 +78,10 @@ class TensorLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type of its elements."""
         return DTYPES[self.name]
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __post_init__(self) -> None:
@@ -104,14 +102,8 @@ _TENSOR_DECODER = msgspec.msgpack.Decoder(TensorLayout)
 def pack(state: Any, place: str = "state") -> tuple[bytes, list[Tensor]]:
     """Describe a state; return the layout, and its tensors flat, as they lie in memory.
 
-    The tensors are not copied, except those that are not dense, or small.
-
-    Args:
-        state: nested dicts, lists and tuples of tensors, numbers, texts and None.
-        place: names the state in errors, which add the place within it and the type found.
-
-    Raises:
-        ValueError: something else is in it; the message names its place.
+    The tensors are not copied, except those that are not dense, or small. ``place`` names the state
+    in the ValueError for something else in it, which adds the place within it and the type found.
     """
     tensors: list[Tensor] = []
     layout = msgspec.msgpack.encode(_packed(state, place, 0, tensors))

@@ -23,7 +23,6 @@ class HasProgress(Protocol):
 
     def progress(self) -> float:
         """Return 0 at the start of the run and 1 at its end."""
-        ...
 
 
 class ProgressLR(LRScheduler):

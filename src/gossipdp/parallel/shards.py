@@ -182,15 +182,10 @@ class Replica:
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether it has several processes."""
         return self._group is not None
 
     def own_files(self, saving: Checkpoints) -> Checkpoints:
-        """Return where this process saves and resumes: with shards, in a directory of its own.
-
-        Raises:
-            ValueError: the directory holds checkpoints of another number of shards.
-        """
+        """Return where this process saves and resumes: with shards, in a directory of its own."""
         shard, num_shards = self.environment.shard, self.environment.num_shards
 
         def own_place(path: PathLike | None) -> PathLike | None:

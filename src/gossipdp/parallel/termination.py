@@ -91,11 +91,7 @@ class Termination:
         return self.asked_s < math.inf or self._is_interrupted
 
     def add(self, model: Saved) -> None:
-        """Save this model too.
-
-        Raises:
-            ValueError: another one is saved in its directory.
-        """
+        """Save this model too; raise ValueError if another one is saved in its directory."""
         _, directory = model.place
         places = {os.path.abspath(each.place[1]) for each in self._models}
         if os.path.abspath(directory) in places:

@@ -61,11 +61,7 @@ def capture(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
 
 
 def check_state(optimizer: torch.optim.Optimizer, *, is_saved: bool) -> None:
-    """Warn at once of values that no checkpoint and no joining worker could take.
-
-    Raises:
-        ValueError: there are such values, and checkpoints are to be saved.
-    """
+    """Warn, or raise if it ``is_saved``, of values that no checkpoint and no joiner could take."""
     try:
         packing.check_savable(
             capture([optimizer])["optimizers"][0],
@@ -90,11 +86,7 @@ def _own_part(tensor: Tensor) -> Any:
 
 
 def _sharded(value: Any, parameter: Tensor) -> Any:
-    """Return a parameter's state with its parts as DTensors, sharded as the parameter is.
-
-    Raises:
-        ValueError: a part does not have the shape of the parameter's part.
-    """
+    """Return a parameter's state with its parts as DTensors, sharded as the parameter is."""
 
     def is_part(held: Any) -> bool:
         return isinstance(held, dict) and held.keys() == {SHARD}
@@ -238,11 +230,7 @@ class Arriving:
 def fetch_state(
     thread: GossipThread, loop: GossipLoop, peer: int, arriving: Arriving | None, timeout_s: float
 ) -> Any:
-    """Take one worker's parameters and buffers; return its optimizers' state, or None without.
-
-    Raises:
-        PeerLostError: none came, or a bad one.
-    """
+    """Take one worker's parameters and buffers; return its optimizers' state, or None without."""
     unfold = None if arriving is None else arriving.unfold
     ended: Future[Exception | None] = Future()
     fetch = partial(loop.transfers.fetch, peer, unfold, ended.set_result, timeout_s)
@@ -331,9 +319,6 @@ def restore(state: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
     Every value comes back as it was captured, on its parameter's device. ``load_state_dict`` alone
     would cast the state's floats to the parameter's precision and break texts in it.
-
-    Raises:
-        ValueError: it is the state of other optimizers.
     """
     saved = state.get("optimizers") if isinstance(state, dict) else None
     if not isinstance(saved, list) or len(saved) != len(optimizers):

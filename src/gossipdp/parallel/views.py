@@ -213,12 +213,11 @@ def _optimizer_of(
 def _role(view: View, owner: nn.Module, exchange: Exchange) -> Role:
     """Return the role by kind; :func:`_set_roles_by_size` has the last word on some."""
     name, dtype = view.name, view.held.dtype
-    has_average = dtype in AVERAGED_DTYPES
     if view.is_parameter:
         is_optimized = view.optimizer_index is not None
         if not (exchange.frozen or (view.held.requires_grad and is_optimized)):
             return Role.FROZEN
-        if not has_average:
+        if not view.is_float:
             raise ValueError(
                 f"parameter {name!r} is {dtype}, which has no average: hold a complex one as its "
                 "real view; leave any other frozen, without Exchange(frozen=True)"
@@ -227,10 +226,10 @@ def _role(view: View, owner: nn.Module, exchange: Exchange) -> Role:
     if exchange.buffers is None:
         has_both = all(owner._buffers.get(each) is not None for each in STATISTICS)
         key = name.rpartition(".")[2]
-        is_averaged = key in STATISTICS and has_both and has_average
+        is_averaged = key in STATISTICS and has_both and view.is_float
     else:
         is_averaged = any(fnmatchcase(name, pattern) for pattern in exchange.buffers)
-    if is_averaged and not has_average:
+    if is_averaged and not view.is_float:
         raise ValueError(f"Exchange(buffers=...) names {name!r}: {dtype} has no average")
     return Role.BUFFER if is_averaged else Role.COPIED
 

@@ -183,11 +183,7 @@ class Worker(Entry):
         self.batches.count_forward(batch)
 
     def begins(self, optimizer_index: int) -> None:
-        """Add to an optimizer's moments what exchanges have brought; its step is next.
-
-        Raises:
-            RuntimeError: the step is captured in a graph, which would repeat it without its hooks.
-        """
+        """Add to an optimizer's moments what exchanges have brought; its step is next."""
         if self._state.device.is_capturing():
             raise RuntimeError(
                 "optimizer.step() is being captured in a CUDA graph, whose replays would step "
@@ -342,9 +338,6 @@ class Worker(Entry):
         x stays: to add pending here could change parameters between a forward and a backward pass
         of the user's. An exchange may run meanwhile: every chunk is copied before it was exchanged
         or after, and the files of two workers are of different moments in any case.
-
-        Raises:
-            PoisonedError: the parameters or buffers hold NaN or infinity.
         """
         if self._is_averaged:
             raise RuntimeError("save no checkpoint within model.averaged(): step out of it first")
@@ -420,7 +413,7 @@ class Worker(Entry):
         )
         outcome = self.in_run(lambda: self._wait_for_average(timeout_s))
         self.lead = self.replica.first_says(outcome.lead)
-        self._rendezvous.mark_consolidated()
+        self._rendezvous.report(Report(consolidated=True))  # the run needs no other worker now
         averaged = self._state.all_chunks
         for chunk, values in zip(averaged, outcome.values, strict=True):
             chunk.replace(values)

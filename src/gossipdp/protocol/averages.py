@@ -91,7 +91,6 @@ class LiveAverages:
         return not self._requests
 
     def sum_of(self, epoch: Epoch) -> Reduction | None:
-        """Return the sum of this name, if this worker takes part in it."""
         request = self._request(epoch)
         return None if request is None else request.sum
 
@@ -118,11 +117,7 @@ class LiveAverages:
     # --- inputs ----------------------------------------------------------------------------
 
     def receive(self, peer: int, message: AverageMessage | ReductionMessage) -> Actions:
-        """Take in a message from ``peer``.
-
-        Raises:
-            ProtocolError: it breaks the rules.
-        """
+        """Take in a message from ``peer``; raise ProtocolError if it breaks the rules."""
         if isinstance(message, AskAverage):
             self._asked(peer, message)
             return self._flush()
@@ -148,7 +143,6 @@ class LiveAverages:
         return self._flush()
 
     def partial_landed(self, peer: int, epoch: Epoch, chunk: int) -> Actions:
-        """Count a partial sum that was accepted and added."""
         reduction = self.sum_of(epoch)
         if reduction is not None:
             reduction.landed(peer, chunk)
@@ -163,7 +157,6 @@ class LiveAverages:
         return self._flush()
 
     def cannot_give(self, epoch: Epoch, rank: int, reason: str) -> Actions:
-        """Say that the values of ``rank``, a child or this worker, are of no use."""
         reduction = self.sum_of(epoch)
         if reduction is None:
             return []
@@ -177,7 +170,6 @@ class LiveAverages:
         return self._flush()
 
     def link_lost(self, peer: int) -> Actions:
-        """Repeat to ``peer`` all that its link, which is gone, may have lost."""
         for request in self._requests.values():
             request.sum.link_lost(peer)
             self._repeat(request, peer)

@@ -213,7 +213,6 @@ class Consolidation:
         return self._attempt is not None
 
     def sum_of(self, epoch: Epoch) -> Reduction | None:
-        """Return the sum of this name, if it is under way here."""
         attempt = self._attempt
         if attempt is None or attempt.is_refused or attempt.epoch != epoch:
             return None
@@ -229,11 +228,7 @@ class Consolidation:
         return self._settle()
 
     def receive(self, peer: int, message: ConsolidationMessage | ReductionMessage) -> Actions:
-        """Take in a message from ``peer``.
-
-        Raises:
-            ProtocolError: it breaks the rules.
-        """
+        """Take in a message from ``peer``; raise ProtocolError if it breaks the rules."""
         if self.participants.is_left_out(peer):
             return []
         if isinstance(message, BeginEpoch | NewerEpoch):
@@ -288,14 +283,12 @@ class Consolidation:
         return self._settle()
 
     def partial_landed(self, peer: int, epoch: Epoch, chunk: int) -> Actions:
-        """Count a partial sum that was accepted and added to the chunk's sum here."""
         reduction = self.sum_of(epoch)
         if reduction is not None and reduction.landed(peer, chunk):
             self._vain_ticks = 0
         return self._settle()
 
     def chunk_finished(self, epoch: Epoch, chunk: int, squared_distance: float) -> Actions:
-        """Count a chunk of the result at the root, whose sum of it is divided."""
         reduction = self.sum_of(epoch)
         if reduction is not None and reduction.num_finished == chunk:
             self._count_result(squared_distance)
@@ -324,7 +317,6 @@ class Consolidation:
     def result_landed(
         self, peer: int, origin: Epoch, chunk: int, squared_distance: float
     ) -> Actions:
-        """Count an accepted chunk of the result, and the distance of this worker's input to it."""
         attempt = self._attempt
         if attempt is not None and self.accepts_result(peer, origin, chunk):
             self._count_result(squared_distance)

@@ -92,7 +92,6 @@ class ExchangeRate:
         self._step_s: float | None = None
 
     def exchanged(self, duration_s: float) -> None:
-        """Count an exchange that ended well."""
         self._duration_s.append(duration_s)
 
     def took_processor(self, processor_s: float, arrays_s: float) -> None:

@@ -178,7 +178,6 @@ class FailureDetector:
         ]
 
     def slept(self, now: float) -> None:
-        """Restart all waits: the worker itself did not run, so it could hear no peer."""
         self._quiet_until = None
         for peer in self._watches:
             self._watches[peer] = self._fresh_watch(now)

@@ -93,7 +93,6 @@ class Member(msgspec.Struct, frozen=True, order=True, array_like=True, forbid_un
 
     @property
     def is_over(self) -> bool:
-        """Return whether this life has ended."""
         return self.status >= Status.LEFT
 
 
@@ -110,12 +109,10 @@ class News(Generic[_Key, _Record]):
         self._changed_at: dict[_Key, int] = {}  # in ascending order of version
 
     def news(self, since: int = 0, most: int | None = None) -> tuple[tuple[_Record, ...], int]:
-        """Return at most ``most`` records changed after version ``since``, the oldest change first.
+        """Return records changed after version ``since``, sorted, and the version they bring up to.
 
-        The cost is that of the records after ``since``, not of all that are known.
-
-        Returns:
-            The sorted records, and the version that they bring up to.
+        If there are more than ``most``, these are the oldest changes. The cost is that of the
+        records after ``since``, not of all that are known.
         """
         if since == self.version:
             return (), since
@@ -158,7 +155,6 @@ class Membership(News[int, Member]):
         return self._records.get(rank)
 
     def is_live(self, rank: int) -> bool:
-        """Return whether ``rank`` is known to take part."""
         member = self._records.get(rank)
         return member is not None and member.is_live
 
@@ -176,7 +172,6 @@ class Membership(News[int, Member]):
         return True
 
     def merge_all(self, members: Iterable[Member]) -> None:
-        """Take in several records."""
         for member in members:
             if self._records.get(member.rank) is not member:
                 self.merge(member)
@@ -314,8 +309,6 @@ class Progress(News[tuple[int, int], ProgressEntry]):
         self, samples: int, steps: int = 1, now: float = 0.0, *, is_stopped: bool = False
     ) -> None:
         """Count this worker's own work; with ``is_stopped``, end the run for all too."""
-        if samples < 0 or steps < 0:
-            raise ValueError(f"progress only grows: got samples={samples}, steps={steps}")
         known, before = self.own, self.own or ProgressEntry(*self._own, 0, 0)
         self.own = ProgressEntry(
             *self._own,

@@ -400,11 +400,7 @@ def encode(envelope: Envelope) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Envelope:
-    """Return the envelope in ``data``.
-
-    Raises:
-        ProtocolError: ``data`` is not exactly one well-typed envelope within all bounds.
-    """
+    """Return the one well-typed envelope within all bounds in ``data``, or raise ProtocolError."""
     try:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

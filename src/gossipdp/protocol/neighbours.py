@@ -124,7 +124,6 @@ class Neighbourhood:
             self.place = self._place_in(graph.original)
 
     def review(self, members: Iterable[Member]) -> None:
-        """Take over the membership view, which changed."""
         live, over = set(self._originals), set[int]()
         for member in members:
             (live if member.is_live else over).add(member.rank)
@@ -132,7 +131,6 @@ class Neighbourhood:
         self._is_outdated = self._wanted != self._live
 
     def next_deadline(self) -> float:
-        """Return when :meth:`rebuild` has something to do."""
         return self._look_at if self._is_outdated else math.inf
 
     def rebuild(self, members: Iterable[Member], now: float) -> Rebuilt | None:

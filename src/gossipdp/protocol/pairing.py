@@ -97,7 +97,6 @@ class MomentsDue:
         self._last = dict.fromkeys(sorted(set(periods)), (0, 0))
 
     def step(self) -> None:
-        """Count a gradient step."""
         self._steps += 1
 
     def exchanged(self, carried: Collection[int]) -> None:
@@ -279,11 +278,7 @@ class Pairing:
     # --- messages --------------------------------------------------------------------------
 
     def receive(self, peer: int, message: ExchangeMessage) -> list[PairingAction]:
-        """Take in ``message`` of ``peer``.
-
-        Raises:
-            ProtocolError: it breaks the rules; report the link to ``peer`` as lost.
-        """
+        """Take in a message of ``peer``; raise ProtocolError if it breaks the rules."""
         state = self.state
         match message:
             case Propose():

@@ -45,7 +45,6 @@ class Participants:
         self._idle_ticks: Counter[int] = Counter()
 
     def review(self, members: Iterable[Member]) -> None:
-        """Take over the membership view, which changed."""
         before, self._view = self.done(), {member.rank: member for member in members}
         if self.done() != before:
             self._num_epochs.clear()

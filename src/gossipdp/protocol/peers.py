@@ -1,8 +1,7 @@
 """One worker's knowledge of its peers: their links, their silence, and whether they can exchange.
 
 A peer can exchange now if it is linked and heard, answers proposals, has not said that it is
-closed, and does not rest. Whatever changes that sets :attr:`Peers.has_changed`, which the worker
-settles once at the end of an input. The failure detector decides who is dead.
+closed, and does not rest. The failure detector decides who is dead.
 
 *News* travels with every message: the records of membership and progress that this link has not
 carried yet, at most ``MAX_NEWS`` of each at a time. A new link has carried none, so it repeats the
@@ -150,7 +149,6 @@ class Peers:
     # --- links -----------------------------------------------------------------------------
 
     def up(self, peer: int, now: float) -> None:
-        """Add a link, which replaces an older one."""
         self._links[peer] = _Link()
         self._partner(peer).last_heard = now
         self.has_changed = True
@@ -166,7 +164,6 @@ class Peers:
             self._partners.pop(peer, None)
 
     def heard(self, peer: int, now: float) -> None:
-        """Note a sign of life from ``peer``."""
         link = self._links.get(peer)
         if link is not None or self._membership.get(peer) is not None:
             partner = self._partner(peer)
@@ -178,7 +175,6 @@ class Peers:
             self.has_changed = True
 
     def slept(self, now: float) -> None:
-        """Restart all waits: the worker itself did not run."""
         self._awake_since = now
         for link in self._links.values():
             link.proposed.clear()
@@ -341,7 +337,6 @@ class Peers:
         return until
 
     def heartbeats(self, now: float) -> list[Send[Envelope]]:
-        """Return the heartbeats that are due."""
         return [
             self.wrap(peer, Heartbeat(), now)
             for peer, link in self._links.items()

@@ -52,11 +52,7 @@ class _Life:
 
 
 class Presence:
-    """One worker's opinion on who is there.
-
-    It rebuilds the ``neighbourhood`` when others come or go, and tells the ``detector`` which peers
-    to watch, and which are gone. A new process of a rank is a new peer.
-    """
+    """One worker's opinion on who is there. A new process of a rank is a new peer."""
 
     def __init__(
         self,
@@ -88,7 +84,6 @@ class Presence:
     # --- observations ----------------------------------------------------------------------
 
     def linked(self, peer: int, now: float) -> list[DetectorAction]:
-        """Note that a link to ``peer`` is up."""
         self._peers.up(peer, now)
         self._outdated_since = math.inf
         self._unreachable.discard(peer)
@@ -138,7 +133,6 @@ class Presence:
         self._detector.slept(now)
 
     def dialled_in_vain(self, peer: int, now: float, *, is_refused: bool) -> list[DetectorAction]:
-        """Inquire after ``peer``: a dial to it failed."""
         if peer in self._peers or peer == self.rank:
             return []
         # Not if it was dialled for another's question: else each witness would ask further ones.
@@ -148,7 +142,6 @@ class Presence:
         return self._detector.dial_failed(peer, now, is_refused=is_refused)
 
     def outdated(self, now: float) -> list[Superseded]:
-        """Note that a peer turned us away: it is linked to a later process of this rank."""
         self._outdated_since = min(now, self._outdated_since)
         return self._give_way() if now >= self._outdated_since + self._timeout_s else []
 

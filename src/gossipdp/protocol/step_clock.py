@@ -55,11 +55,9 @@ class StepClock:
 
     @property
     def is_paused(self) -> bool:
-        """Return whether the clock stands still."""
         return self._paused_at is not None
 
     def step(self, now: float) -> None:
-        """Count a gradient step, which ended at ``now``."""
         if self._last_step is not None and self.steps >= SKIPPED_STEPS and not self.is_paused:
             self._durations.append(max(now - self._last_step, 1e-9))
         had_median = self.step_seconds is not None

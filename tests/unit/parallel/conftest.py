@@ -5,7 +5,6 @@ from checkpointing import AtOnce, sgd
 from torch import nn
 
 from gossipdp import Checkpoints, GossipDataParallel
-from gossipdp.parallel.checkpointer import Checkpointer
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def wrap_sgd(wrap):
 @pytest.fixture
 def at_once(monkeypatch):
     """Let writes end at once: steps of tests are shorter, and would put off the next checkpoint."""
-    monkeypatch.setattr(Checkpointer, "make_writer", AtOnce)
+    monkeypatch.setattr("gossipdp.parallel.checkpointer.BackgroundWriter", AtOnce)
 
 
 @pytest.fixture

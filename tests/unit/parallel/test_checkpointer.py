@@ -19,11 +19,13 @@ from gossipdp import Checkpoints
 from gossipdp.dynamics.state import State
 from gossipdp.parallel import packing
 from gossipdp.parallel.checkpoint import file_path, read
-from gossipdp.parallel.checkpointer import BackgroundWriter, Checkpointer
+from gossipdp.parallel.checkpointer import BackgroundWriter
+
+WRITER = "gossipdp.parallel.checkpointer.BackgroundWriter"
 
 
 def test_one_due_during_a_write_is_taken_whatever_close_raises(linear, tmp_path, monkeypatch):
-    monkeypatch.setattr(Checkpointer, "make_writer", WhenTold)
+    monkeypatch.setattr(WRITER, WhenTold)
     monkeypatch.setattr(packing, "INLINE_BYTES", 0)
     model, optimizer = linear(tmp_path, 2)
     optimizer.param_groups[0]["momentum"] = 0.9
@@ -52,13 +54,13 @@ from checkpointing import sgd, step
 from torch import nn
 from gossipdp import Checkpoints, GossipDataParallel
 from gossipdp.dynamics import state
-from gossipdp.parallel.checkpointer import BackgroundWriter, Checkpointer
+from gossipdp.parallel import checkpointer
 
 state.LEAST_HELPED_VALUES = 1
 torch.set_num_threads(2)
 closing = threading.Event()
 
-class Waiting(BackgroundWriter):
+class Waiting(checkpointer.BackgroundWriter):
     def begin(self, write):
         return super().begin(lambda advance: (closing.wait(60), write(advance))[1])
 
@@ -66,7 +68,7 @@ class Waiting(BackgroundWriter):
         closing.set()
         super().wait(written)
 
-Checkpointer.make_writer = Waiting
+checkpointer.BackgroundWriter = Waiting
 net = nn.Linear(3, 2)
 optimizer = sgd(net)
 model = GossipDataParallel(net, optimizer, checkpoints=Checkpoints(sys.argv[1], every_steps=2))
@@ -84,7 +86,7 @@ def test_the_exit_waits_for_the_checkpoint_of_a_large_model(tmp_path):
 
 
 def test_none_is_taken_between_the_forward_passes_of_one_step(linear, tmp_path, monkeypatch):
-    monkeypatch.setattr(Checkpointer, "make_writer", WhenTold)
+    monkeypatch.setattr(WRITER, WhenTold)
     model, optimizer = linear(tmp_path, 1)
     step(model, optimizer, times=2)
     model(torch.ones(1, 3)).sum().backward()
