@@ -441,8 +441,7 @@ class Consolidation:
 
     def _join(self, begin: BeginEpoch, source: int | None) -> None:
         epoch = begin.epoch
-        own, leader = (self.rank, self.process_id), begin.members[0]
-        if own not in begin.members or leader in self.participants.left_out:
+        if (self.rank, self.process_id) not in begin.members:
             return
         current = self._attempt.epoch if self._attempt is not None else None
         if current is not None and epoch.order <= current.order:

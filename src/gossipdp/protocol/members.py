@@ -322,7 +322,7 @@ class Progress(News[tuple[int, int], ProgressEntry]):
     def others_samples(self) -> int:
         return self.total_samples - (self.own.samples if self.own else 0)
 
-    def merge_all(self, entries: Iterable[ProgressEntry], now: float = 0.0) -> bool:
+    def merge_all(self, entries: Iterable[ProgressEntry], now: float) -> bool:
         """Take in others' entries; return whether any of them changed this view.
 
         Their entry of this very process is dropped: it counts itself.

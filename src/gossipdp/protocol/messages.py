@@ -130,7 +130,7 @@ class StateRefused(_Message, frozen=True):
 
     counter: Counter
     reason: Reason
-    is_early: bool = False
+    is_early: bool
 
 
 # --- sums over a tree; `reduction` says when -------------------------------------------------

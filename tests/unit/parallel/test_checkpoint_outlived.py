@@ -145,7 +145,7 @@ def test_a_mean_counts_the_samples_of_the_files_that_are_in_it(tmp_path, caplog,
         resumption = resumed(tmp_path, rank, world_size)
         assert (resumption.tensors["model/w"] == 3.0).all(), "the mean of 3 + 1 and 1 + 1"
         totals = Progress(rank, 99)
-        totals.merge_all(resumption.progress)
+        totals.merge_all(resumption.progress, 0.0)
         assert totals.by_rank() == {0: (800, 100), 1: (80, 10)}
         assert resumption.counts.step == 100
     assert "its checksum does not fit" in caplog.text
@@ -198,5 +198,5 @@ def test_steps_after_a_checkpoint_count_only_if_their_worker_has_ended(tmp_path,
     save(tmp_path, facts(1, 80, progress=(heard_of(0, 3216), heard_of(1, 80))), -1.0)
     for rank in range(2):
         totals = Progress(rank, 99)
-        totals.merge_all(resumed(tmp_path, rank, 2).progress)
+        totals.merge_all(resumed(tmp_path, rank, 2).progress, 0.0)
         assert totals.by_rank() == {0: (3200, 400), 1: (counted, counted // 8)}

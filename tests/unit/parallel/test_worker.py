@@ -118,7 +118,7 @@ class Counting(Worker):
 
 def test_a_second_life_counts_what_the_first_trained_once():
     progress = Progress(0, 12)
-    progress.merge_all([ProgressEntry(0, 11, samples=50, steps=5), *OTHERS])
+    progress.merge_all([ProgressEntry(0, 11, samples=50, steps=5), *OTHERS], 0.0)
     worker = Counting()
     worker.arrive(progress, 0, Counts(step=7, steps=5, samples=50))
     for samples in (10, 10, 4):
@@ -130,14 +130,14 @@ def test_a_second_life_counts_what_the_first_trained_once():
 
 def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once(monkeypatch):
     worker, before = Counting(), Progress(3, 11)
-    before.merge_all(OTHERS)
+    before.merge_all(OTHERS, 0.0)
     worker.arrive(before, 3, Counts())
     for samples in (10, 20):
         worker.train(samples)
 
     def join() -> None:
         after = Progress(4, 12)
-        after.merge_all(before.news()[0])
+        after.merge_all(before.news()[0], 0.0)
         worker.arrive(after, 4, Counts())
 
     monkeypatch.setattr(worker, "_give_up_rank", lambda superseded: None)
