@@ -59,7 +59,7 @@ class Network:
             assert decode(data).message == AskMembers()
             handler.control(link, answer)
 
-        link = SimpleNamespace(send_control=control)
+        link = SimpleNamespace(send_control=control, close=lambda reason: None)
         match answer:
             case bytes():
                 handler.link_up(link)
@@ -77,10 +77,11 @@ class Network:
 
 
 @pytest.mark.parametrize(
-    ("first", "known_s", "num_rounds"), [(True, 0.0, 1), (None, 0.25, 1), (True, 0.25, 2)]
+    ("first", "known_s", "num_rounds"),
+    [(True, 0.0, 1), (b"no message", 0.0, 1), (None, 0.25, 1), (True, 0.25, 2)],
 )
 def test_an_address_that_becomes_known_is_dialled_at_once(monkeypatch, first, known_s, num_rounds):
-    """The first worker stands still, or has died: any answer will do."""
+    """The first worker stands still, has died, or says nonsense: any answer will do."""
     network = Network(monkeypatch, first, members())
     network.known_s = BEGINS_S + known_s
     assert [each.rank for each in network.ask().members] == [0, 1]
@@ -99,6 +100,11 @@ def test_all_addresses_of_a_name_are_dialled(monkeypatch):
     network._answers = (False, True)
     with pytest.raises(RendezvousError, match="refused the connection"):
         network.ask()
+
+
+def test_an_unknown_name_is_said():
+    with pytest.raises(RendezvousError, match=r"cannot join at 'no such host': .*; check"):
+        joining._resolved("no such host", 4000)
 
 
 @pytest.mark.parametrize(
