@@ -230,7 +230,6 @@ class ForkedWorker(WorkerProcess):
         if not self._reader.closed:
             super().close()
             self._reader.close()
-            self._process.join(0)
             if self._process.exitcode is not None:  # else it hangs in the kernel
                 self._process.close()
 

@@ -210,7 +210,7 @@ class Supervisor:
                 while self.step():
                     on_step()
             finally:
-                if self.running and not self.ending:
+                if not self.ending:
                     self.end()
                 while self.step(0.02):
                     pass

@@ -533,27 +533,45 @@ def test_who_is_held_back_does_not_shorten_the_wait(make, monkeypatch):
     assert waits_s == [pytest.approx(FIRST_DELAY_S / 2)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_that_ends_the_workers_too_makes_no_failure(make, monkeypatch, number):
+@pytest.mark.parametrize("numbers", [2 * [signal.SIGTERM], [signal.SIGHUP, signal.SIGINT]])
+def test_a_signal_that_ends_the_workers_too_makes_no_failure(make, monkeypatch, numbers):
+    """It comes to the process, and to its group; but a Ctrl+C after it kills."""
     setting = make()
-    before = signal.signal(number, signal.SIG_DFL)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in set(numbers)}
 
     def wait(*_: object) -> None:
         for worker in setting.workers.values():
-            worker.how = Ending(exit_reason(-number))
+            worker.how = Ending(exit_reason(-numbers[0]))
             worker.report(saves=True)
         if not setting.supervisor.ending:
-            for _ in range(2):  # to the process, and to its group
+            for number in numbers:
                 signal.raise_signal(number)
 
     monkeypatch.setattr("multiprocessing.connection.wait", wait)
     try:
-        assert setting.supervisor.run() == number
+        assert setting.supervisor.run() == numbers[0]
+        assert {signal.getsignal(number) for number in numbers} == {signal.SIG_DFL}
     finally:
-        signal.signal(number, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     assert setting.signalled(signal.SIGTERM) == {0, 1, 2}
-    assert setting.signalled(signal.SIGKILL) == set()
+    assert setting.signalled(signal.SIGKILL) == ({0, 1, 2} if signal.SIGINT in numbers else set())
     assert setting.failures == []
+
+
+def test_an_error_ends_a_run_whose_workers_all_wait_for_their_next_life(make):
+    setting = make(max_restarts=3, plan=LaunchPlan.on_hosts(3))
+
+    def look() -> None:
+        if setting.failures:
+            setting.now += 1.0  # they are due
+            raise TimeoutError
+        setting.report(begins=True, checkpoints=("ck", True))
+        setting.die(0, 1, 2)
+
+    with pytest.raises(TimeoutError):
+        setting.supervisor.run(look)
+    assert (setting.failed, setting.restarted) == ([0, 1, 2], [(rank, 0.0) for rank in range(3)])
 
 
 @pytest.mark.parametrize(
