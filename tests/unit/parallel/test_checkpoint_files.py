@@ -101,6 +101,10 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
             write_tensors(path, {"b": torch.ones(1)}, {})
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+    monkeypatch.setattr(*at, full)
+    monkeypatch.setattr(Path, "unlink", Mock(side_effect=PermissionError))
+    with pytest.raises(OSError, match="No space left"):  # the first error, not that of the removal
+        write_tensors(path, {"b": torch.ones(1)}, {})
 
 
 def test_each_piece_is_on_the_disk_before_the_next(tmp_path, monkeypatch):
@@ -136,6 +140,9 @@ def test_a_file_system_that_synchronizes_no_directory_will_do(tmp_path, monkeypa
     monkeypatch.setattr(os, "fsync", fsync)
     write_tensors(tmp_path / "file.safetensors", TENSORS, {})
     assert read_tensors(tmp_path / "file.safetensors")[0].keys() == TENSORS.keys()
+    numbers = os.listdir("/proc/self/fd")
+    held = {os.path.realpath(f"/proc/self/fd/{number}") for number in numbers}
+    assert os.path.realpath(tmp_path) not in held
 
 
 @pytest.mark.parametrize("where", ["full", "file"])

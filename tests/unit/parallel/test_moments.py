@@ -311,7 +311,9 @@ def test_workers_with_other_moments_or_periods_are_refused():
 @pytest.mark.parametrize("comm_rate", [1.0, "auto"])
 def test_how_often_exchanges_carry_moments(wrap, comm_rate, beta_2, moments, expected):
     net = make_net()
-    optimizer = ADAMW(net.parameters(), betas=(0.9, beta_2))
+    first, *others = net.parameters()
+    groups = [{"params": first}, {"params": others, "betas": (0.9, 0.5)}]
+    optimizer = ADAMW(groups, betas=(0.9, beta_2))  # the first group's counts
     worker = wrap(net, optimizer, comm_rate=comm_rate, exchange=Exchange(moments=moments))._worker
     state, due, carrying = worker._state, worker._protocol.pairing.moments_due, []
     for count in range(1, 13):  # one a step

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import nn
-from waiting import LONGEST_S, wait_until
+from waiting import FOR_EVER_S, LONGEST_S, wait_until
 
 from gossipdp import Checkpoints, Counting, GossipDataParallel, Monitor, Network
 from gossipdp.gossip.exchange import CompletedExchange
@@ -20,7 +20,7 @@ from gossipdp_lab.report.run_log import RunLog, WorkerLog
 
 def train(log_dir, num_steps=3, **options) -> GossipDataParallel:
     net = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD([{"params": net.weight}, {"params": net.bias, "lr": 0.2}], lr=0.1)
     model = GossipDataParallel(net, optimizer, monitor=Monitor(log_dir), **options)
     for _ in range(num_steps):
         optimizer.zero_grad()
@@ -80,7 +80,8 @@ def test_news_and_the_first_step_are_written_though_records_are_rare_by_now(tmp_
     with log._lock:  # the log's thread looks no more
         notice, num_before = Notice(1, "lost", 5.0, 1), len(read(tmp_path).counts)
         for noticed in ((), (notice,), (notice,)):
-            log._stats = lambda noticed=noticed: replace(stats, noticed=noticed)
+            now = replace(stats, noticed=noticed, exchanges_initiated=5)  # exchanges can wait
+            log._stats = lambda now=now: now
             log._look(log._writer)
         assert read(tmp_path).noticed == [notice]
         assert len(read(tmp_path).counts) == num_before + 1
@@ -119,10 +120,18 @@ def test_the_variable_does_as_the_argument_and_the_secret_is_not_logged(tmp_path
     assert b"hush" not in worker_file(tmp_path, 0).read_bytes()
 
 
-def test_the_thread_writes_while_it_trains_and_ends_with_the_run(tmp_path):
+def test_the_thread_writes_while_it_trains_and_ends_with_the_run(tmp_path, monkeypatch):
+    """The first step wakes it, and no two threads write at once."""
+    monkeypatch.setattr(monitoring, "LOOK_EVERY_S", FOR_EVER_S)
     model = train(tmp_path)
     wait_until(lambda: read(tmp_path).counts, "a step is in the log")
+    log, stats, held = model._worker.monitoring, model._worker.stats(), []
+    log._stats = lambda: held.append(log._lock.locked()) or stats
+    log._wake.set()
+    wait_until(lambda: held, "it looks again")
     model.close()
+    assert len(held) > 1, "the end writes too"
+    assert all(held)
     model = train(None)  # and without a directory there is none
     assert (model._worker.monitoring._writer, model._worker.monitoring.page) == (None, None)
     model.close()

@@ -145,6 +145,7 @@ ORDINARY = {
     "sums from 1": partial(torch.optim.Adagrad, initial_accumulator_value=1),
     "none": Own,
     "rate 0": partial(torch.optim.SGD, lr=0.0),
+    "one iteration": partial(torch.optim.LBFGS, lr=0.01, max_iter=1),  # alone it has no exchanges
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)  # each in one of them
 
