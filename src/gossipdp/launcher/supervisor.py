@@ -210,7 +210,7 @@ class Supervisor:
                 while self.step():
                     on_step()
             finally:
-                if not self.ending:
+                if (self.running or self._due) and not self.ending:
                     self.end()
                 while self.step(0.02):
                     pass

@@ -480,6 +480,8 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
 
     def _read(self) -> None:
         for source in list(self.to_read):
+            if self._closed:
+                return
             if isinstance(source, Opening):
                 self.to_read.pop(source, None)
                 if source in self._openings:  # else closed since its event

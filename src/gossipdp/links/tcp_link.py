@@ -189,16 +189,17 @@ class TcpLink(Link):
 
     @property
     def has_input(self) -> bool:
-        """True if ``read_some`` could do anything now, unless the link has ended."""
+        """True if ``read_some`` could do anything now."""
         wanted = frames.HEADER_BYTES if self._frame is None else min(1, self._payload_rest)
-        return self.can_read or self._writable_due or len(self._ahead) >= wanted
+        waits = self.can_read or self._writable_due or len(self._ahead) >= wanted
+        return waits and not self.closed
 
     @property
     def has_output(self) -> bool:
         """True if ``write_some`` could send a frame now, acknowledgements aside."""
         limit = self._owner.limit
         is_free = self.can_write and (limit is None or self not in limit.held)
-        return self.has_unsent and is_free
+        return self.has_unsent and is_free and not self.closed
 
     @property
     def owes(self) -> bool:

@@ -386,7 +386,9 @@ def test_what_answers_an_older_request_is_dropped(ends):
     assert taker.ended == []
     giver.transfers.receive(giver.links[1], RequestState(1, 0, True))
     relink(giver, taker)
-    taker.transfers.receive(taker.links[0], StateRefused(first.counter, "of the one before"))
+    taker.transfers.receive(
+        taker.links[0], StateRefused(first.counter, "of the one before", is_early=False)
+    )
     assert taker.ended == []
     giver.keep(5)  # the one who asked is gone
     deliver(giver, taker)
