@@ -262,7 +262,7 @@ class KeptMoment:
             if self._moment.steps:
                 self._moment.steps = 0
                 for chunk in self._chunks:  # wait for the snapshot that is being taken
-                    with chunk.lock, chunk.order:
+                    with chunk.lock:
                         pass
             place.copy_(local(tensor))
             self._optimizer.state[view.held][name] = as_sharded(tensor, place)
