@@ -63,6 +63,13 @@ def test_what_comes_back_is_what_was_packed(state, inline_bytes):
         assert_bitwise(there_and_back(state), state)
 
 
+def test_the_largest_integers_come_back():
+    """As values of 2048 bits, and as keys of 64."""
+    edges = [-(1 << 63) - 1, -(1 << 63), (1 << 64) - 1, 1 << 64, (1 << 2048) - 1]
+    state = {"values": edges, "keys": dict.fromkeys(edges[1:3])}
+    assert there_and_back(state) == state
+
+
 def test_dicts_of_other_classes_are_plain_ones_and_counters_count():
     counter = Counter([3, 3, 5])
     decoded = there_and_back({"ordered": OrderedDict(a=1), "counter": counter})
@@ -82,10 +89,11 @@ WITHIN_ITSELF.append(WITHIN_ITSELF)
         (torch.ones(2).to_sparse(), r"state\['a'\]\[1\] is a torch.sparse_coo tensor"),
         (torch.ones(2, device="meta"), r"on meta, not dense data"),
         (torch.ones(2, dtype=torch.complex128), "torch.complex128, which cannot be saved"),
-        (1 << 5000, r"state\['a'\]\[1\] is an integer of more than 2048 bits"),
+        (1 << 2048, r"state\['a'\]\[1\] is an integer of more than 2048 bits"),
         ("\ud800", "surrogates"),
         (1j, r"builtins.complex"),
         ({1 << 64: 1}, r"a key of state\['a'\]\[1\] is a builtins.int, which cannot be saved"),
+        ({-(1 << 63) - 1: 1}, r"a key of state\['a'\]\[1\] is a builtins.int, which cannot"),
         (WITHIN_ITSELF, "nested deeper than 64, or within itself"),
     ],
 )
