@@ -120,6 +120,18 @@ def test_a_silent_worker_is_shown_with_the_time_since_it_was_heard():
     assert worker(seen, 0).silent_s is None
 
 
+def test_the_neighbours_are_those_to_which_a_worker_has_a_link():
+    """None where the graph has none for it, or it is gone."""
+    linked = {"is_neighbour": True, "heard_ago_s": 0.1}
+    of_0 = (member(0), member(1, **linked), member(2, is_neighbour=True), member(3, "left"))
+    members = of_0, (member(0, is_neighbour=True),), (member(0, heard_ago_s=0.1),), of_0
+    job = Job(*range(4))
+    answers = {rank: status(rank, members=each) for rank, each in enumerate(members)}
+    job.look(answers)
+    seen = job.look({**answers, 3: None})
+    assert [each.neighbours for each in seen.workers] == [(1,), (), None, None]
+
+
 def test_a_worker_that_came_back_is_asked_where_it_is_now():
     job = Job(1)
     job.look({1: status(1, 2)})
