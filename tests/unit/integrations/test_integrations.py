@@ -2,22 +2,17 @@
 
 import importlib
 import os
-import select
 import sys
-import threading
-from contextlib import closing, nullcontext
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from waiting import LONGEST_S, wait_until
 
 import gossipdp.integrations.ray as integration
 from gossipdp.errors import RendezvousError, WorkerFailedError
 from gossipdp.integrations import single_process
 from gossipdp.integrations.ray import Meeting, _Worker, launch
 from gossipdp.launcher.environment import Environment
-from gossipdp.launcher.reports import Report, ReportChannel, send_report
+from gossipdp.launcher.reports import Report
 from gossipdp.launcher.store import connect, ready_key
 
 
@@ -107,68 +102,30 @@ def test_a_death_before_all_have_begun_is_the_runs(meeting):
         meeting.variables(2)
 
 
-@pytest.mark.parametrize(
-    ("has_begun", "looked_at"),
-    [
-        (None, ["call 0", "call 1", "call 2"]),
-        (True, ["call 0", "call 1", "begun", "call 2"]),
-        (False, ["call 0", "call 1", "begun"]),
-    ],
-)
-def test_no_actor_outlives_the_run(monkeypatch, has_begun, looked_at):
-    """Worker 1 fails, once all have begun or before; None: it does not fail."""
-    error = type("RayError", (Exception,), {})
-    meeting, *actors = made = [mock.Mock() for _ in range(4)]
-    meeting.has_begun.remote.return_value = "begun"
-    for rank, actor in enumerate(actors):
-        actor.work.remote.return_value = f"call {rank}"
-    ray, seen = mock.Mock(), []
+def test_no_actor_outlives_the_run(monkeypatch):
+    ray, error = mock.Mock(), type("RayError", (Exception,), {})
+    _, *actors = made = [mock.Mock() for _ in range(4)]  # the first is the meeting
     ray.exceptions.RayError = ray.exceptions.RayActorError = error
     ray.remote.return_value.options.return_value.remote.side_effect = made
     ray.wait = lambda waiting, num_returns: (waiting[:1], waiting[1:])
-
-    def get(call: str) -> object:
-        seen.append(call)
-        if call == "call 1" and has_begun is not None:
-            raise error("no good")
-        return has_begun if call == "begun" else call
-
-    ray.get = get
+    ray.get.side_effect = [7, error("no good"), False]  # the run had not begun
     monkeypatch.setattr(integration, "_import_ray", lambda: ray)
-    fails = pytest.raises(WorkerFailedError, match="^worker 1 failed:\nno good$")
-    with nullcontext() if has_begun is None else fails:
-        assert launch(print, 3) == ["call 0", "call 1", "call 2"]
-    assert seen == looked_at
-    killed = [each.args[0] for each in ray.kill.call_args_list]
-    assert killed == [*([] if has_begun is None else [actors[1]]), *actors, meeting]
+    with pytest.raises(WorkerFailedError, match="^worker 1 failed:\nno good$"):
+        launch(print, 3)
+    assert [each.args[0] for each in ray.kill.call_args_list] == [actors[1], *actors, made[0]]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_worker_s_thread_sleeps_until_there_is_a_report_to_pass_on(monkeypatch, meeting, caplog):
-    channel, waits, ends, handle = ReportChannel(), [], threading.Event(), mock.Mock()
-    handle.variables.remote = meeting.variables
-    handle.note_addresses.remote = meeting.note_addresses
-
-    def wait(*descriptors: list) -> object:
-        waits.append(descriptors)
-        if ends.is_set():
-            raise SystemExit  # the end of this thread
-        return select.select(*descriptors)
-
-    def function(number: int) -> int:
-        assert send_report(Report(addresses={1: ("10.0.0.1", 5)}))
-        assert send_report(Report(unsaved="the disk is full"))
-        wait_until(lambda: "the disk is full" in caplog.text, "both reports are passed on")
-        return number + int(os.environ["RANK"])
-
-    monkeypatch.setattr(integration, "_import_ray", lambda: SimpleNamespace(get=lambda ref: ref))
-    monkeypatch.setattr(integration, "ReportChannel", lambda: channel)
-    monkeypatch.setattr(integration, "select", SimpleNamespace(select=wait))
-    with mock.patch.dict(os.environ), closing(channel):
-        assert _Worker().work(handle, 2, function, (5,)) == 7
-        (thread,) = (each for each in threading.enumerate() if each.name == "gossipdp reports")
-        ends.set()
-        send_report(Report())  # wakes it
-        thread.join(LONGEST_S)
-        assert all(each == ([channel.receiver], [], []) for each in waits)
-    assert meeting._plan.join_infos[0].addresses == {1: ("10.0.0.1", 5)}
+def test_a_worker_waits_for_a_report_and_passes_it_on(monkeypatch):
+    ray, channel, meeting, select, threads = (mock.Mock() for _ in range(5))
+    ray.get.return_value, addresses = {}, {1: ("10.0.0.1", 5)}
+    channel.take.return_value = [Report(addresses=addresses)]
+    select.select.side_effect = [None, SystemExit]
+    for name, made in (("_import_ray", ray), ("ReportChannel", channel), ("report_variables", {})):
+        monkeypatch.setattr(integration, name, mock.Mock(return_value=made))
+    for name, module in (("select", select), ("threading", threads)):
+        monkeypatch.setattr(integration, name, module)
+    assert _Worker().work(meeting, 2, sum, ([3, 4],)) == 7
+    with pytest.raises(SystemExit):
+        threads.Thread.call_args.kwargs["target"]()
+    assert select.select.call_args_list[0].args == ([channel.receiver], [], [])
+    meeting.note_addresses.remote.assert_called_once_with(addresses)

@@ -130,8 +130,7 @@ def test_a_run_that_was_stopped_trains_on(linear, tmp_path):
                 model.stop()
                 model.save_checkpoint()
         assert model.finished
-        samples = model.consolidate().samples
-        return samples, model.stats().checkpoints
+        return model.consolidate().samples, model.stats().checkpoints
 
     # A step that the script has saved is saved again after the average, and not before it.
     assert (train(20), train(15)) == ((10, 2), (15, 2))
