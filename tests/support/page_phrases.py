@@ -348,7 +348,8 @@ PHRASES = {
         f"over TCP (three seeds) | 900 steps | {ON_HOST:.1f}%, {TCP:.1f}% |",
         f"against DDP on a GPU (one seed) | 4,096 steps | {ON_CPU}% |",
         f"one GPU (one seed, older rules) | 4,096 steps | {ON_GPU}% |",
-        f"{more(RACE['calm']['ddp']['loss_ratio'], 1):.1f}% above DDP after 70 s, and {CALM}% after",
+        f"{more(RACE['calm']['ddp']['loss_ratio'], 1):.1f}% above DDP after 70 s, and "
+        f"{CALM}% after",
         f"and {bounds(row['constant_mb'] for row in MEMORY)} MB a process",
     ],
     "docs/equal_time.md": [
