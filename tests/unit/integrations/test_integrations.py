@@ -110,7 +110,7 @@ def test_no_actor_outlives_the_run(monkeypatch):
     ray.wait = lambda waiting, num_returns: (waiting[:1], waiting[1:])
     ray.get.side_effect = [7, error("no good"), False]  # the run had not begun
     monkeypatch.setattr(integration, "_import_ray", lambda: ray)
-    with pytest.raises(WorkerFailedError, match="^worker 1 failed:\nno good$"):
+    with pytest.raises(WorkerFailedError, match=r"^worker 1 failed:\nno good$"):
         launch(print, 3)
     assert [each.args[0] for each in ray.kill.call_args_list] == [actors[1], *actors, made[0]]
 

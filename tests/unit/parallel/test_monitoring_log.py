@@ -133,13 +133,10 @@ def test_the_thread_writes_while_it_trains_and_ends_with_the_run(tmp_path, monke
     log._wake.set()
     wait_until(lambda: held, "it looks again")
     model.close()
-<<<<<<< HEAD
     assert len(held) > 1, "the end writes too"
     assert all(held)
-=======
     train(tmp_path / "idle", num_steps=0).close()
     assert read(tmp_path / "idle").counts == [], "nothing has happened"
->>>>>>> s-d2
     model = train(None)  # and without a directory there is none
     assert (model._worker.monitoring._writer, model._worker.monitoring.page) == (None, None)
     model.close()
