@@ -268,8 +268,9 @@ def first_incarnation(
         rank = max(known) + 1
     if not 0 <= rank <= MAX_RANK:
         raise ValueError(f"rank {rank} is not in 0..{MAX_RANK}: give another, or none")
-    ended = (entry.process_id >> 32 for entry in progress if entry.rank == rank)
-    incarnation = max([known.get(rank, -1), *ended]) + 1
+    most = known.get(rank, MAX_INCARNATION) + MAX_LEAP  # others drop a known rank's record above it
+    lives = (entry.process_id >> 32 for entry in progress if entry.rank == rank)
+    incarnation = max([known.get(rank, -1), *(life for life in lives if life < most)]) + 1
     if incarnation > MAX_INCARNATION:
         raise ValueError(f"rank {rank} has had all its {MAX_INCARNATION} lives: give another rank")
     return rank, incarnation

@@ -62,14 +62,33 @@ def test_a_leader_that_begins_anew_without_end_is_passed_over():
     assert "it began 16 times" in machine.left_out[0]
 
 
-def test_a_leader_waits_for_those_that_train_as_long_as_was_asked():
-    machine = worker(1)
+@pytest.mark.parametrize("joins", [None, 1])
+def test_a_leader_waits_for_those_that_train_as_long_as_was_asked(joins):
+    """Also where it began before it had heard of one, and a member's own wait ends first."""
+    machine = worker(1, among=view(2), joins=joins)
     machine.participants.wait_ticks = 100
+    machine.waits_for_all = False
     machine.review(view(3, worker2=Status.ALIVE))
     ticks(machine, 100 + PASS_OVER_AFTER - 1)
+    if joins:
+        machine.tick(range(100), {epoch(1): [0]})
+        ticks(machine, PASS_OVER_AFTER - 1)
     assert machine.left_out == {}
     ticks(machine, 1)
     assert set(machine.left_out) == {0}
+
+
+def test_a_leader_whose_wait_ends_after_it_began_begins_anew_so_that_all_hear_of_it():
+    """Else the others wait on for a joiner of which it had not heard, and it leaves them out."""
+    machine = worker(0, among=view(3))
+    among = view(4, worker3=Status.ALIVE)
+    assert begun(machine.review(among)) == set()
+    machine.waits_for_all = False
+    again = begun(machine.review(among))
+    assert again == {msgspec.structs.replace(begin(2, 0, 1, 2), waits_for_all=False)}
+    assert machine.sum_of(epoch(2)) is not None
+    assert begun(machine.review(among)) == set(), "once is enough"
+    assert machine.left_out == {}
 
 
 def test_the_end_of_the_leaders_wait_is_that_of_all():

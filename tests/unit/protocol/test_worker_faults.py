@@ -7,7 +7,7 @@ from driven_worker import TIMEOUT_S, ask, make_worker, member, of_type, run, sai
 
 from gossipdp.protocol import messages as say
 from gossipdp.protocol.actions import Notice, Send, Stop, Unlink
-from gossipdp.protocol.members import Member, ProgressEntry, Status
+from gossipdp.protocol.members import Member, ProgressEntry, Status, first_incarnation
 from gossipdp.protocol.worker import WorkerProtocol
 
 
@@ -245,3 +245,12 @@ def test_a_joiner_is_told_of_the_living_of_thousands_in_one_message():
     assert len(say.encode(say.Envelope(answer))) < MAX_CONTROL_BYTES
     told = {each.rank for each in say.decode(say.encode(say.Envelope(answer))).message.members}
     assert told >= {0, 1, 2, 3, 4, 5, many[-1].rank}, "so that it takes the rank after the highest"
+
+
+def test_a_joiner_is_told_of_the_latest_of_a_forgotten_ranks_thousands_of_lives():
+    """Else it has the incarnation and the seed of one before it once more."""
+    worker = make_worker(0, 2)
+    lives = (ProgressEntry(6, life << 32 | 77, 10, 1) for life in range(2000))
+    worker.progress.merge_all(lives, 0.0)
+    answer = worker.answer_joiner()
+    assert first_incarnation(answer.members, None, answer.progress) == (6, 2000)
