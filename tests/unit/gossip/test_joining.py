@@ -28,6 +28,7 @@ class Network:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: bytes | Refusal | bool | None):
         self.now_s = BEGINS_S
         self.num_rounds = 0
+        self.fault = ""
         self.ranks: set[int] = set()
         self._answers = answers
         self.known_s = BEGINS_S  # when the second address is known
@@ -51,7 +52,10 @@ class Network:
                 self._end(handler, address, self._answers[ADDRESSES.index(address)])
 
         return SimpleNamespace(
-            dial=lambda peer, *address: dials.append(address), poll=poll, close=lambda: None
+            dial=lambda peer, *address: dials.append(address),
+            dial_fault=self.fault,
+            poll=poll,
+            close=lambda: None,
         )
 
     def _end(self, handler: Any, address: tuple[str, int], answer: Any) -> None:
@@ -122,10 +126,14 @@ def test_a_refusal_is_the_end(monkeypatch, answers, message, num_rounds):
     assert network.num_rounds == num_rounds
 
 
-@pytest.mark.parametrize("answer", [None, False])
-def test_without_an_answer_it_ends_in_time(monkeypatch, answer):
+@pytest.mark.parametrize(
+    ("answer", "fault", "told"),
+    [(None, "", ""), (False, "::1:4000: no route", r" \(::1:4000: no route\)")],
+)
+def test_without_an_answer_it_ends_in_time(monkeypatch, answer, fault, told):
     network = Network(monkeypatch, answer, answer)
-    with pytest.raises(RendezvousError, match=r"was silent for 60 s; the run has"):
+    network.fault = fault
+    with pytest.raises(RendezvousError, match=rf"was silent for 60 s{told}; the run has"):
         network.ask()
     assert network.now_s >= BEGINS_S + TIMEOUT_S
 

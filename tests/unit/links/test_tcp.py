@@ -79,11 +79,18 @@ def test_a_socket_that_cannot_be_had_is_a_failed_dial(world, monkeypatch, module
 
 
 def test_a_dial_that_fails_at_once_says_why(world, monkeypatch, caplog):
+    """A visitor says it if no worker answers; another address of the name may do."""
     node = world.tcp(0)
     monkeypatch.setattr(socket.socket, "connect_ex", lambda *_: errno.ENETUNREACH)
+    node.transport.dial(None, "127.0.0.1", 4000)
+    assert (caplog.messages, node.transport.dial_fault) == (
+        [],
+        "127.0.0.1:4000: Network is unreachable",
+    )
     node.transport.dial(1, "127.0.0.1", 4000)
     node.transport.poll(0.0)
-    assert node.handler.events == [("dial_failed", 1, ("127.0.0.1", 4000), False)]
+    address = ("127.0.0.1", 4000)
+    assert node.handler.events == [("dial_failed", peer, address, False) for peer in (None, 1)]
     assert caplog.messages == ["dialling rank 1 at 127.0.0.1:4000: Network is unreachable"]
 
 

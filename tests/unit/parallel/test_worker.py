@@ -240,8 +240,10 @@ def test_a_joiner_whose_rank_was_taken_saves_under_another(linear, monkeypatch, 
 
 
 def test_a_joiner_whose_rank_was_taken_keeps_what_it_loads(linear, monkeypatch):
-    """To take another rank brings a live worker's values."""
-    model = linear()[0]
+    """To take another rank brings a live worker's values, and the state of its optimizers."""
+    model, optimizer = linear()
+    first = next(model.parameters())
+    optimizer.state[first]["momentum_buffer"] = torch.full_like(first, 5.0)
     worker, came = model._worker, []
     usual = worker._loop.hold
 
@@ -254,6 +256,8 @@ def test_a_joiner_whose_rank_was_taken_keeps_what_it_loads(linear, monkeypatch):
         came.append(error)
         for parameter in model.parameters():
             parameter.data.fill_(9.0)
+        optimizer.state[first]["momentum_buffer"].fill_(9.0)
+        optimizer.param_groups[0]["lr"] = 9.0
 
     monkeypatch.setattr(worker._loop, "hold", once_refused)
     monkeypatch.setattr(worker, "come_again", come_again)
@@ -264,6 +268,8 @@ def test_a_joiner_whose_rank_was_taken_keeps_what_it_loads(linear, monkeypatch):
     model.load_state_dict(loaded)
     assert len(came) == 1
     torch.testing.assert_close(dict(model.state_dict()), loaded)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert optimizer.state[first]["momentum_buffer"].eq(5.0).all()
 
 
 def test_a_joiner_that_loads_before_its_first_step_is_told_what_that_does(
