@@ -240,7 +240,7 @@ def test_nothing_is_kept_of_what_passes_after_the_end(linear):
     [(16, 9.0, False), (17, 9.0, False), (32, 9.0, True), (32, 4.9, False)],
 )
 def test_who_counts_shorter_epochs_than_the_others_says_so(
-    linear, monkeypatch, caplog, samples, waited_s, is_told
+    linear, monkeypatch, caplog, *, samples, waited_s, is_told
 ):
     """Its dataset is shorter, so the others train on after its last epoch.
 
@@ -327,7 +327,7 @@ def test_a_loop_without_a_step_says_so(linear, caplog):
 @pytest.mark.parametrize("order", [None, torch.Generator()])
 @pytest.mark.parametrize("kind", [RandomSampler, SubsetRandomSampler, WeightedRandomSampler])
 def test_random_samplers_that_draw_alike_get_a_warning(
-    linear, monkeypatch, caplog, kind, order, size
+    linear, monkeypatch, caplog, *, kind, order, size
 ):
     """Without a ``size`` the sampler lies within the loader's sampler of batches."""
     monkeypatch.setattr(Entry, "draws_alike", True)
