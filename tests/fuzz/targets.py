@@ -216,7 +216,7 @@ def control_message_seeds() -> list[bytes]:
         say.Heartbeat(),
         say.RequestState(1, 0, True),
         say.OfferState(1, 1 << 20),
-        say.StateRefused(2, "poisoned"),
+        say.StateRefused(2, "poisoned", is_early=False),
         say.AskAverage(epoch, (0, 1, 2)),
         say.TellAverage(epoch, 2, (2,)),
         say.Progressed(epoch, 3),

@@ -161,7 +161,9 @@ BELOW_OURS = [
 ]
 ONE_SLOW = TIME["slow"]["gossip"], TIME["slow"]["local_sgd_by_speed@8"]
 OFTEN, RIVAL = ("decent_dp", "gossip", "local_sgd@4", "a2cid2"), "local_sgd_bf16@64"
-RARELY = [each for each in SMALL if re.search(r"@\d+$", each) and each not in (*OFTEN, "ddp_outer@16")]
+RARELY = [
+    each for each in SMALL if re.search(r"@\d+$", each) and each not in (*OFTEN, "ddp_outer@16")
+]
 
 
 def beside(name: str, row: str, figure: str = IN_TIME) -> float:
@@ -173,6 +175,10 @@ def now(name: str, row: str) -> str:
     return f"{NOW[name][row][IN_TIME]:.3f}"
 
 
+AFTER_512 = above(SHORT["gossipdp_auto_lattice8"], SHORT["ddp"]), beside("equal", "ddp", "loss")
+BEHIND_DDP = [
+    above(TIME["equal"][row], TIME["equal"]["ddp"], IN_TIME) for row in ("decent_dp", "gossip")
+]
 OVER_FIXED = [beside("slow", "gossip"), beside("speeds", "a2cid2"), beside("jitter", "gossip")]
 
 # Performance
@@ -279,8 +285,8 @@ PHRASES = {
     "README.md": [
         f"gossipdp sent {bounds(times_ddp('gossipdp'), '.1f')} times DDP's bytes",
         f"at most {max(times_ddp('local_sgd_torchft@16', 'diloco_torchft@16')):.2f} times.",
-        f"both {BELOW}% below it and {BELOW_DILOCO}% below DiLoCo (two); with 0.1, as here, {CALM}% "
-        f"and {BOTH}% above DDP (one).",
+        f"both {BELOW}% below it and {BELOW_DILOCO}% below DiLoCo (two); with 0.1, as here, "
+        f"{CALM}% and {BOTH}% above DDP (one).",
         f"{GAP}% above it after 2,048 steps with an idle core (seeds: {by_seed(OURS, DDP)}%)",
         f"at {SHARE} of its bytes; {ON_HOST:.0f} to {TCP:.0f}% with busy cores; on a GPU, by older "
         f"rules and with an exchange in {1 / LARGE['gossipdp']['comm_rate']:.0f} steps, {ON_GPU}%",
@@ -299,7 +305,7 @@ PHRASES = {
         f"**Decent-DP**: {bounds(above_ddp('decent_dp'))}% after 2,048 steps, "
         f"{above(TIME['equal']['decent_dp'], TIME['equal']['ddp']):.0f}% after 512",
         f"with an idle core {above(OURS, DDP):.0f}% after 2,048 steps, "
-        f"{bounds([above(SHORT['gossipdp_auto_lattice8'], SHORT['ddp']), beside('equal', 'ddp', 'loss')])}% after 512; else "
+        f"{bounds(AFTER_512)}% after 512; else "
         f"{bounds([ON_HOST, TCP, AT_1024])}%",
         f"it kept {KEPT[0]:.1f} times the samples of torchft's best row",
         f"{KEPT[1]:.2f} times where one dies every 10 s, {KEPT[2]:.1f} times with both",
@@ -342,14 +348,14 @@ PHRASES = {
         f"over TCP (three seeds) | 900 steps | {ON_HOST:.1f}%, {TCP:.1f}% |",
         f"against DDP on a GPU (one seed) | 4,096 steps | {ON_CPU}% |",
         f"one GPU (one seed, older rules) | 4,096 steps | {ON_GPU}% |",
-        f"{more(RACE['calm']['ddp']['loss_ratio'], 1):.1f}% above DDP after 70 s, and {CALM}% after 300 s",
+        f"{more(RACE['calm']['ddp']['loss_ratio'], 1):.1f}% above DDP after 70 s, and "
+        f"{CALM}% after",
         f"and {bounds(row['constant_mb'] for row in MEMORY)} MB a process",
     ],
     "docs/equal_time.md": [
         f"at the same time, within {OFF_TIME:.0%}.",
         f"with one slow worker (by {-above(*ONE_SLOW, IN_TIME):.1f}%;",
-        f"DDP leads Decent-DP by {above(TIME['equal']['decent_dp'], TIME['equal']['ddp'], IN_TIME):.1f}%"
-        f" and gossip by {above(TIME['equal']['gossip'], TIME['equal']['ddp'], IN_TIME):.1f}%",
+        "DDP leads Decent-DP by {:.1f}% and gossip by {:.1f}%".format(*BEHIND_DDP),
         f"end {bounds(ALL_BUT_DDP)}% above it",
         f"but {bounds(above(SMALL[name], SMALL['ddp']) for name in OFTEN)}% after",
         f"(rarer: {bounds(above(SMALL[name], SMALL['ddp']) for name in RARELY)}%)",

@@ -145,13 +145,6 @@ class Chunk:
                 self.lock.release()
         return True
 
-    def is_due(self, theta: float) -> bool:
-        """Return True if the boundary at this phase has anything to do here.
-
-        Read without the lock: an exchange that ends meanwhile waits for the next boundary.
-        """
-        return self.has_pending or self._flow(theta)[0] != 0.0
-
     def flow(self, theta: float) -> None:
         """Flow up to the phase ``theta``, into pending; x stays. The phase never goes back."""
         with self.lock, self.order:

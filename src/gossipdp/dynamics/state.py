@@ -285,10 +285,9 @@ class State:
         inboxes = [chunk for segment in segments for chunk in segment.inbox_chunks]
         filled = [chunk for chunk in inboxes if chunk.is_filled]
         plain = [segment for segment in segments if not segment.inbox_chunks]
-        candidates = [chunk for segment in plain for chunk in segment.chunks]
+        due = [chunk for segment in plain for chunk in segment.chunks if chunk.has_pending]
         if not filled:  # an exchange would do their flow
-            candidates += inboxes
-        due = [chunk for chunk in candidates if chunk.is_due(theta)]
+            due += [chunk for chunk in inboxes if chunk.is_due(theta)]
         skipped = 0
         if due:
             self.device.finish()

@@ -132,7 +132,6 @@ class Codec:
         counted only on demand, since each look at the clock is a system call."""
         names = ("full", "lattice8") if name == "auto" else (name,)
         self.forms = {FORMATS[each].is_coded: FORMATS[each] for each in names}
-        self.form = FORMATS[names[0]]
         self._is_on_device, self._has_loops = state.device.is_queued, False
         self._most_window = max(form.window for form in self.forms.values())
         chunks = state.chunks + state.moment_chunks

@@ -138,7 +138,9 @@ def ask_members(
         shown = ", ".join(f"{host}:{port}" for host, port in dialled)
         is_refused = rounds_refused == MAX_ROUNDS_REFUSED
         if is_refused or clock() >= deadline_s:
-            how = "refused the connection" if is_refused else f"was silent for {timeout_s:g} s"
+            fault = f" ({transport.dial_fault})" if transport.dial_fault else ""
+            silent = f"was silent for {timeout_s:g} s{fault}"
+            how = "refused the connection" if is_refused else silent
             raise RendezvousError(
                 f"no worker to join: {shown} {how}; the run has ended, or has other addresses"
             )

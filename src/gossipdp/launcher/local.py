@@ -81,7 +81,7 @@ def launch(
             cloudpickle. After ``sys.exit()`` in it the result is None.
         world_size: how many processes.
         environment: variables set in the workers besides the caller's own.
-        timeout_s: seconds after which all workers are ended; None for no limit.
+        timeout_s: seconds after which all get SIGTERM, and up to 30 s to end; None: no limit.
         on_poll: called about every 0.1 s from the calling thread; what it raises ends the run.
         max_restarts: how often, in all, workers that died after all had begun to train are started
             again. They call the function again and join those that go on; if none does, all resume.
@@ -230,7 +230,6 @@ class ForkedWorker(WorkerProcess):
         if not self._reader.closed:
             super().close()
             self._reader.close()
-            self._process.join(0)
             if self._process.exitcode is not None:  # else it hangs in the kernel
                 self._process.close()
 

@@ -141,6 +141,7 @@ class Supervisor:
         self._grace_s = grace_s()
         self._end_at: float | None = None
         self._kill_at: float | None = None
+        self._ended_at = self._say_waits_at = math.inf
         self._is_killing = False
 
     @property
@@ -210,7 +211,7 @@ class Supervisor:
                 while self.step():
                     on_step()
             finally:
-                if self.running and not self.ending:
+                if (self.running or self._due) and not self.ending:
                     self.end()
                 while self.step(0.02):
                     pass
@@ -253,34 +254,47 @@ class Supervisor:
             self._restart(now)
         if self._end_at is not None and now >= self._end_at and not self.ending:
             self.end()
-        if self._kill_at is not None and now >= self._kill_due_at(self._kill_at):
-            self.kill()
-            if now >= self._kill_at + UNKILLABLE_S:
-                for worker in self.running:
-                    worker.close()
+        if self._kill_at is not None:
+            due_at = self._kill_due_at(self._kill_at)
+            if now >= due_at:
+                self.kill()
+                if now >= self._kill_at + UNKILLABLE_S:
+                    for worker in self.running:
+                        worker.close()
+            elif now >= self._say_waits_at and self.running:
+                self._say_waits_at = math.inf  # said once
+                who = " and ".join(f"worker {shown_rank(worker.rank)}" for worker in self.running)
+                most_s, them = math.ceil(due_at - now), "them" if " and " in who else "it"
+                text = f"waiting at most {most_s} s for {who} to end; Ctrl+C kills {them}"
+                self._on_sentence(text)
         return bool(self.running or self._due)
 
     def end(self, number: int = signal.SIGTERM) -> None:
         """Send all workers SIGTERM, and SIGKILL if they outlive it by PATIENCE_S.
 
-        Once all have begun, they have GOSSIPDP_GRACE_S more: a script may save by itself. If a
-        worker takes a last checkpoint, they have as much, counted again whenever it reports that
-        it still does. Such a worker gets ``number``. A second call sends SIGKILL at once.
-        Afterwards no worker is started again.
+        If a worker takes a last checkpoint, they have GOSSIPDP_GRACE_S more, counted again whenever
+        it reports that it still does, and only PATIENCE_S once all have saved. Such a worker gets
+        ``number``. Else, once all have begun, a script may save by itself: they have PATIENCE_S
+        less than GOSSIPDP_GRACE_S, because clusters kill the launcher itself after 30 s. A second
+        call sends SIGKILL at once. Afterwards no worker is started again.
         """
         if self.ending:
             self.kill()
             return
         saves = any(worker.saves for worker in self.running)
-        self._kill_at = self._clock() + PATIENCE_S + (self.begun or saves) * self._grace_s
+        own_s = self.begun * max(0.0, self._grace_s - 2 * PATIENCE_S)
+        self._ended_at = self._clock()
+        self._kill_at = self._ended_at + PATIENCE_S + (self._grace_s if saves else own_s)
         if self._faults is not None:
             self._faults.release()  # a stopped worker would not see the signal
         self._give_up_waiting()
         for worker in self.running:  # those without our handlers by SIGTERM
             worker.send(number if worker.saves else signal.SIGTERM)
-        if self.begun and saves:
-            text = "the workers are to end their step and save; a second Ctrl+C kills them unsaved"
+        if self.begun and saves and not self.is_complete:
+            text = "the workers are to end their step and save; Ctrl+C now kills them unsaved"
             self._on_sentence(text)
+        else:
+            self._say_waits_at = self._ended_at + PATIENCE_S
 
     def kill(self) -> None:
         """Send all workers, and what they started, SIGKILL."""
@@ -302,10 +316,15 @@ class Supervisor:
         self._plan.close()
 
     def _kill_due_at(self, kill_at: float) -> float:
-        """Return when all are killed: later, if a worker said lately that it saves or has saved."""
-        saving = [] if self._is_killing else self.running
-        heard = [each.saves_s + PATIENCE_S + each.saves * self._grace_s for each in saving]
-        return max([kill_at, *heard])
+        """Return when all are killed: a report since the end that one saves, or has, counts."""
+        due_at = list[float]()
+        for worker in [] if self._is_killing else self.running:
+            heard = worker.saves_s + PATIENCE_S + worker.saves * self._grace_s
+            # Of a replica only the first process says that it has saved.
+            is_alone = len(worker.processes) == 1
+            has_saved = is_alone and not worker.saves and worker.saves_s > self._ended_at
+            due_at.append(heard if has_saved else max(kill_at, heard))
+        return max(due_at, default=kill_at)
 
     def _take_reports(self) -> None:
         """Note the workers' reports: who trains, where all are, the rank of a joiner, and so on."""

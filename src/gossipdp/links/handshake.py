@@ -145,6 +145,8 @@ _SENTENCES = {
     "TLS directory, or none",
     "gossipdp_version": "the other worker runs gossipdp {ours}, and this one {theirs}; install the "
     "same version for all workers of a run",
+    "timeout": "timeout differs: the other worker has {ours!r}, this one {theirs!r}; give all "
+    "workers the same Network(timeout_s=)",
     "rank": "the worker at that address has rank {ours}, not {theirs}",
     "own_rank": "both workers claim rank {ours}; every worker needs its own RANK",
     "incarnation": "a newer incarnation ({ours}) of this worker is connected; this one is {theirs}",

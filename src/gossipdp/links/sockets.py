@@ -57,8 +57,7 @@ _owners: weakref.WeakSet[DescriptorOwner] = weakref.WeakSet()
 
 def register(owner: DescriptorOwner) -> None:
     """Close ``owner``'s descriptors in every child forked from now on, while it lives."""
-    with descriptors_guard:
-        _owners.add(owner)
+    _owners.add(owner)
 
 
 def close_descriptor(number: int) -> None:

@@ -69,6 +69,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
 
     Attributes:
         links: the link to each peer that has one. ``link_up`` may still be on its way.
+        dial_fault: why a dial failed at once, of the last that did; a refused connection is none.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         self.limit = None if max_bytes_per_s is None else SendLimit(max_bytes_per_s)
         self._polling = False
         self.links: dict[int, TcpLink] = {}
+        self.dial_fault = ""
         self._openings: dict[Opening, None] = {}  # the oldest first
         self._by_descriptor: dict[int, TcpLink | Opening] = {}  # all that is open
         self._notices: deque[Callable[[], None]] = deque()
@@ -265,14 +267,19 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
                 opening = self._begin(connection, (host, port), True, peer)
             code = connection.connect_ex((host, port))
         except (ValueError, OSError) as error:  # such as an IPv6 address with a foreign zone
-            self._log.warn_once("dial", host, "cannot dial %s:%s: %s", host, port, error)
+            self.dial_fault = f"{host}:{port}: {error}"
+            if peer is not None:  # a visitor, which may know other addresses, says it at its end
+                self._log.warn_once("dial", host, "cannot dial %s", self.dial_fault)
             if opening is not None:
                 self._release(opening)
             self._note_failure(peer, (host, port), False)
             return
         if code not in (0, errno.EINPROGRESS):
             refused = code == errno.ECONNREFUSED
-            self._end(opening, "" if refused else os.strerror(code), is_nobody_there=refused)
+            fault = "" if refused else os.strerror(code)
+            if fault:
+                self.dial_fault = f"{host}:{port}: {fault}"
+            self._end(opening, fault if peer is not None else "", is_nobody_there=refused)
 
     def _note_failure(self, peer: int | None, address: tuple[str, int], refused: bool) -> None:
         if peer not in self.links:

@@ -24,7 +24,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import final
 
-from gossipdp.links import sockets
 from gossipdp.links.sockets import Stream
 
 logger = logging.getLogger("gossipdp")
@@ -135,10 +134,9 @@ class Tls:
     def wrap(self, connection: socket.socket, *, server_side: bool) -> TlsStream:
         """Return the stream over a connected socket, whose object is emptied; handshake is due."""
         context = self._server if server_side else self._client
-        with sockets.descriptors_guard:
-            wrapped = context.wrap_socket(
-                connection, server_side=server_side, do_handshake_on_connect=False
-            )
+        wrapped = context.wrap_socket(
+            connection, server_side=server_side, do_handshake_on_connect=False
+        )
         return TlsStream(wrapped)
 
     def _meet_oneself(self) -> None:

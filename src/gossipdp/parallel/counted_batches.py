@@ -236,8 +236,10 @@ class CountedBatches:
 
     def _check_sampler(self, loader: Any) -> None:
         """Warn if a worker never sees much of the data, or if all see the same batches."""
-        of_batches, call = getattr(loader, "batch_sampler", None), "DataLoader(..., shuffle=True"
-        samplers: list[Any] = [getattr(each, "sampler", None) for each in (loader, of_batches)]
+        call = "DataLoader(..., shuffle=True"
+        own, of_batches = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
+        # Under batch_size=None the sampler of batches is the loader's own.
+        samplers: list[Any] = [own, *(getattr(each, "sampler", None) for each in (own, of_batches))]
         for each in samplers:
             if isinstance(each, DistributedSampler) and not each.shuffle and each.num_replicas > 1:
                 problem = (
@@ -248,7 +250,7 @@ class CountedBatches:
             elif (kind := type(each)) in RANDOM_SAMPLERS and each.generator is None:
                 if not self._worker.draws_alike:
                     continue
-                if kind is not RandomSampler:
+                if kind is not RandomSampler or each is not own:
                     call = f"{kind.__name__}(..."
                 problem = (
                     "all workers go through the data in the same order, since torch has the same "
@@ -324,10 +326,11 @@ def dataset_size(loader: Any) -> int:
         and loader.batch_sampler is None
         and not isinstance(loader.sampler, BatchSampler)
     )
-    with contextlib.suppress(AttributeError, TypeError, NotImplementedError):
-        if not yields_batches:
+    problem = "under batch_size=None the dataset may hold batches"
+    if not yields_batches:
+        problem = "the loader does not say how many samples its dataset holds"
+        with contextlib.suppress(AttributeError, TypeError, NotImplementedError):
             return len(loader.dataset)
     raise ValueError(
-        "the loader does not say how many samples its dataset holds: give epochs(..., samples=), "
-        "the samples of one epoch of all workers together"
+        f"{problem}: give epochs(..., samples=), the samples of one epoch of all workers together"
     )

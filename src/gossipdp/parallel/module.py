@@ -5,6 +5,7 @@ import contextlib
 import copy
 import math
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -371,12 +372,15 @@ class GossipDataParallel(nn.Module):
         self._worker.monitoring.consolidating()
         is_common_end = self._worker.batches.finished
         known = {member.rank: member.gradient_steps for member in self._worker.view()}
+        began_s = time.monotonic()
         result = self._worker.consolidate(math.inf if timeout_s is None else timeout_s)
+        is_short = time.monotonic() - began_s <= self._worker.options.network.timeout_s
         self._consolidated = result
         self._worker.checkpointer.take_last(is_averaged=True)
-        # The wrapper's budget is that of all workers; epochs() counts this worker's own dataset.
+        # The wrapper's budget is that of all workers; epochs() counts this worker's own dataset. If
+        # it hardly waited, what exceeds that was late news: counts take a while through a graph.
         given, budget = self._worker.options.budget_samples, self._worker.batches.budget_samples
-        of_epochs = math.inf if given is not None or budget is None else budget
+        of_epochs = math.inf if given is not None or budget is None or is_short else budget
         if not is_common_end or result.samples > (1.0 + LATER_SHARE) * of_epochs:
             warn_of_steps_after(self.rank, known, result)
         self._worker.monitoring.ended(result)

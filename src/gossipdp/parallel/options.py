@@ -115,7 +115,7 @@ class Network(Checked):
         host: the address where this worker listens; by default chosen, and sent to the others.
         port: the port where it listens; by default any free one.
         secret: shared by all workers of the run; by default the launcher's.
-        timeout_s: seconds of silence after which a neighbour counts as dead or stopped.
+        timeout_s: seconds until a silent neighbour counts as dead or stopped; equal on all workers.
         start_timeout_s: how many seconds to wait for the other workers at the start.
         max_megabits_per_s: what this worker sends at most, over all its links and all processes
             of a sharded replica together, to leave others room on a shared network; None: no

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +286,9 @@ class Worker(Entry):
             self._forget(exchanged)
         except SupersededError as error:
             loaded = [each.detach().clone() for each in held]
-            self.come_again(error)  # it takes a live worker's values
+            training = deepcopy(training_state.capture(self.optimizers))
+            self.come_again(error)  # it takes a live worker's values, and its optimizers' state
+            training_state.restore(training, self.optimizers)
             with torch.no_grad():
                 for each, values in zip(held, loaded, strict=True):
                     each.copy_(values)

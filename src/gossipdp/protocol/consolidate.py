@@ -351,10 +351,9 @@ class Consolidation:
         self._actions.clear()  # the sums add to this very list
         return actions
 
-    @property
-    def _waits_for_some(self) -> bool:
+    def _lacks_some(self, waits_for_all: bool) -> bool:
         """Return whether some still train: a mean is over all. A result at hand waits for none."""
-        return self._held is None and self.waits_for_all and bool(self.participants.missing())
+        return self._held is None and waits_for_all and bool(self.participants.missing())
 
     def _say(self, peer: int, message: ConsolidationMessage) -> None:
         self._actions.append(Send(peer, message))
@@ -364,7 +363,7 @@ class Consolidation:
         lowest = members[0]
         offer = self._offered.get(lowest)
         self.waits_for_all &= offer is None or offer.waits_for_all
-        if self._waits_for_some:
+        if self._lacks_some(self.waits_for_all):
             return
         if lowest[0] == self.rank:
             if (
@@ -372,6 +371,7 @@ class Consolidation:
                 or set(attempt.begin.members) != set(members)
                 or attempt.epoch != self.highest
                 or self._found is not None
+                or self._lacks_some(attempt.begin.waits_for_all)  # all hear that the wait is over
             ):
                 self._begin(members)
             return
@@ -441,8 +441,7 @@ class Consolidation:
 
     def _join(self, begin: BeginEpoch, source: int | None) -> None:
         epoch = begin.epoch
-        own, leader = (self.rank, self.process_id), begin.members[0]
-        if own not in begin.members or leader in self.participants.left_out:
+        if (self.rank, self.process_id) not in begin.members:
             return
         current = self._attempt.epoch if self._attempt is not None else None
         if current is not None and epoch.order <= current.order:
@@ -561,11 +560,10 @@ class Consolidation:
     def _watch(self, heard: Collection[int], moving: Collection[int]) -> None:
         """Leave out workers that stall; repeat words that may have been lost."""
         participants, attempt = self.participants, self._attempt
-        if attempt is None:
-            participants.watch_leader(None, gets_on=False)
+        if attempt is None or self._lacks_some(attempt.begin.waits_for_all):
+            # It began before this worker had heard of one: whoever has heard gives nothing.
+            participants.watch_leader(None, gets_on=bool(moving))
             return
-        if self._waits_for_some:
-            return  # it began before this worker had heard of one: whoever has heard gives nothing
         gets_on = False
         if not attempt.is_refused:
             awaited = [rank for rank in attempt.sum.children if self._awaits(attempt, rank)]

@@ -145,7 +145,7 @@ class FailureDetector:
         if watch is not None:
             watch.is_refused |= is_refused
             if watch.inquiry is None:
-                watch.inquire_at = max(now, watch.not_before)
+                watch.inquire_at = now
                 self._quiet_until = None
         return self._answer(peer, is_heard=False)
 

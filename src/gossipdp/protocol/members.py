@@ -268,8 +268,9 @@ def first_incarnation(
         rank = max(known) + 1
     if not 0 <= rank <= MAX_RANK:
         raise ValueError(f"rank {rank} is not in 0..{MAX_RANK}: give another, or none")
-    ended = (entry.process_id >> 32 for entry in progress if entry.rank == rank)
-    incarnation = max([known.get(rank, -1), *ended]) + 1
+    most = known.get(rank, MAX_INCARNATION) + MAX_LEAP  # others drop a known rank's record above it
+    lives = (entry.process_id >> 32 for entry in progress if entry.rank == rank)
+    incarnation = max([known.get(rank, -1), *(life for life in lives if life < most)]) + 1
     if incarnation > MAX_INCARNATION:
         raise ValueError(f"rank {rank} has had all its {MAX_INCARNATION} lives: give another rank")
     return rank, incarnation
@@ -322,7 +323,7 @@ class Progress(News[tuple[int, int], ProgressEntry]):
     def others_samples(self) -> int:
         return self.total_samples - (self.own.samples if self.own else 0)
 
-    def merge_all(self, entries: Iterable[ProgressEntry], now: float = 0.0) -> bool:
+    def merge_all(self, entries: Iterable[ProgressEntry], now: float) -> bool:
         """Take in others' entries; return whether any of them changed this view.
 
         Their entry of this very process is dropped: it counts itself.

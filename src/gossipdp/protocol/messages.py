@@ -130,7 +130,7 @@ class StateRefused(_Message, frozen=True):
 
     counter: Counter
     reason: Reason
-    is_early: bool = False
+    is_early: bool
 
 
 # --- sums over a tree; `reduction` says when -------------------------------------------------
@@ -239,7 +239,7 @@ class Members(_Message, frozen=True):
 
     The run began with ``num_workers`` workers; the joiner builds their graph too. ``is_ending``:
     consolidation has begun here, and the run takes in no worker. In a large run the live workers
-    and the last joiners come first; links bring the rest.
+    and the last joiners come first, and the progress of the latest lives; links bring the rest.
     """
 
     num_workers: Annotated[int, Meta(ge=1, le=2**20)]

@@ -12,9 +12,10 @@ its own address: so the record of a process that has died, or never lived, ends 
 also ends if peers that are linked to a later process of its rank turn it away for a time-out.
 
 *A worker left behind.* Others find one dead that they have not heard for a time-out, so one that
-stood still for nine tenths of it may have been left out of the end. If it is awake again and finds
-nobody, it ends: it must not train on alone, nor call itself the run. What comes in its first tenth
-of a time-out may have been sent before. A last survivor that stood still for less goes on.
+stood still for eight tenths of it may have been left out: a live one speaks each tenth, and words
+need time on the way. If it is awake again and finds nobody, it ends: it must not train on alone,
+nor call itself the run. What comes in its first tenth of a time-out may have been sent before. A
+last survivor that stood still for less goes on.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class Presence:
         """Restart all waits: this worker did not run. It counts as stopped after a time-out."""
         if now - since >= self._timeout_s:
             self._note(self.rank, "stopped", now, since)
-        if self._has_others and now - since >= (1 - BUFFERED_FOR) * self._timeout_s:
+        if self._has_others and now - since >= (1 - 2 * BUFFERED_FOR) * self._timeout_s:
             self._woken_at, self._slept_s = now, now - since
         self._peers.slept(now)
         self._detector.slept(now)

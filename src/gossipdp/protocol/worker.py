@@ -278,11 +278,12 @@ class WorkerProtocol:
         """Return the answer to ``AskMembers``, from a worker that is about to join."""
         members = sorted(self.membership.members(), key=lambda each: (not each.is_live, -each.rank))
         is_training = any(member.status is Status.ALIVE for member in members)
+        progress = sorted(self.progress.news()[0], key=lambda each: -(each.process_id >> 32))
         return Members(
             num_workers=self.membership.num_workers,
             is_ending="consolidation" in self._closed_for or not is_training,
             members=tuple(sorted(members[:MAX_RECORDS], key=lambda each: each.rank)),
-            progress=self.progress.news()[0][:MAX_RECORDS],
+            progress=tuple(progress[:MAX_RECORDS]),
         )
 
     # --- exchanges and messages ------------------------------------------------------------

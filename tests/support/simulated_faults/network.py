@@ -145,7 +145,7 @@ class FaultyNetwork(VirtualNetwork):
             exchange_rate=None if informant.exchange_rate is None else ExchangeRate(),
         )
         worker.membership.merge_all(answer.members)
-        worker.progress.merge_all(answer.progress)
+        worker.progress.merge_all(answer.progress, self.engine.now)
         return worker
 
     def stall(self, rank: int, duration_s: float) -> None:

@@ -212,7 +212,7 @@ class _Run(FaultyNetwork):
             return  # two joiners at once: the later one would be told by the handshake
         worker = self._make_worker(rank, incarnation, Status.JOINING)
         worker.membership.merge_all(answer.members)
-        worker.progress.merge_all(answer.progress)
+        worker.progress.merge_all(answer.progress, self.engine.now)
         self.phases[rank] = Phase(0.0, 0.0)
         self.population.theta[rank] = 0.0
         self.join(worker)

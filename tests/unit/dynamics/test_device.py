@@ -2,6 +2,7 @@
 
 import gc
 import math
+import mmap
 import os
 import re
 import sys
@@ -709,7 +710,16 @@ def test_a_gpu_of_another_maker_is_for_those_who_ask_for_it(monkeypatch):
         assert refusal(torch.device("mps")) is not None
 
 
-def test_large_memory_is_zeros_on_page_ends_of_its_own():
+def test_large_memory_is_zeros_on_page_ends_of_its_own(monkeypatch):
+    asked: list[int] = []
+
+    class Memory(mmap.mmap):
+        def madvise(self, option: int) -> None:
+            asked.append(option)
+            super().madvise(option)
+            raise OSError("this kernel has none")
+
+    monkeypatch.setattr(mmap, "mmap", Memory)
     cpu = torch.device("cpu")
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         length = devices.LEAST_HUGE_BYTES // dtype.itemsize + 3
@@ -721,6 +731,7 @@ def test_large_memory_is_zeros_on_page_ends_of_its_own():
         values[:5].fill_(1.0)
         assert not others.any()
     assert devices.zeros(5, torch.float32, cpu).tolist() == [0.0] * 5
+    assert asked == [mmap.MADV_HUGEPAGE] * 6
 
 
 def test_a_python_that_has_no_name_for_huge_pages_does_without(monkeypatch):

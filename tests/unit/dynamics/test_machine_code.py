@@ -27,10 +27,11 @@ def flow() -> Loop:
 
 
 def flows(loop: Loop) -> bool:
-    """Return whether the loop adds a half of c to each of the values."""
-    values = torch.arange(37.0)
-    loop(values, torch.ones(37), 0.5)
-    return torch.equal(values, torch.arange(37.0) + 0.5)
+    """Return whether the loop adds a quarter of c to each of 37 values, and to no other."""
+    room, expected = torch.arange(53.0), torch.arange(53.0)
+    expected[:37] += 0.5
+    loop(room[:37], torch.full((37,), 2.0), 0.25)
+    return torch.equal(room, expected)
 
 
 @pytest.fixture

@@ -295,12 +295,13 @@ def test_an_exchange_carries_the_moments_that_are_due(name, dtype):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_bytes_at_the_link(name):
-    expected = {"full": (4, 2), "bfloat16": (2, 2), "lattice8": (1, 1)}[name]
-    for dtype, num_bytes in zip((torch.float32, torch.bfloat16), expected, strict=True):
+    expected = {"full": (4, 2, 8), "bfloat16": (2, 2, 2), "lattice8": (1, 1, 8)}[name]
+    dtypes = torch.float32, torch.bfloat16, torch.float64
+    for dtype, num_bytes in zip(dtypes, expected, strict=True):
         states, codecs = pair(name, dtype=dtype, num_elements=60_000, chunk_bytes=1 << 17)
         _, ends = exchange(states, codecs, Random(0))
         # The first exchange finds out how far apart the two are.
-        assert all((end.num_repeated > 0) is (name == "lattice8") for end in ends)
+        assert all((end.num_repeated > 0) is (num_bytes == 1) for end in ends)
         links, ends = exchange(states, codecs, Random(0))
         assert all(end.num_repeated == 0 for end in ends)
         assert links[0].bytes_sent / 60_000 == pytest.approx(num_bytes, rel=0.03)

@@ -28,6 +28,7 @@ class Network:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: bytes | Refusal | bool | None):
         self.now_s = BEGINS_S
         self.num_rounds = 0
+        self.fault = ""
         self.ranks: set[int] = set()
         self._answers = answers
         self.known_s = BEGINS_S  # when the second address is known
@@ -51,7 +52,10 @@ class Network:
                 self._end(handler, address, self._answers[ADDRESSES.index(address)])
 
         return SimpleNamespace(
-            dial=lambda peer, *address: dials.append(address), poll=poll, close=lambda: None
+            dial=lambda peer, *address: dials.append(address),
+            dial_fault=self.fault,
+            poll=poll,
+            close=lambda: None,
         )
 
     def _end(self, handler: Any, address: tuple[str, int], answer: Any) -> None:
@@ -59,7 +63,7 @@ class Network:
             assert decode(data).message == AskMembers()
             handler.control(link, answer)
 
-        link = SimpleNamespace(send_control=control)
+        link = SimpleNamespace(send_control=control, close=lambda reason: None)
         match answer:
             case bytes():
                 handler.link_up(link)
@@ -77,10 +81,11 @@ class Network:
 
 
 @pytest.mark.parametrize(
-    ("first", "known_s", "num_rounds"), [(True, 0.0, 1), (None, 0.25, 1), (True, 0.25, 2)]
+    ("first", "known_s", "num_rounds"),
+    [(True, 0.0, 1), (b"no message", 0.0, 1), (None, 0.25, 1), (True, 0.25, 2)],
 )
 def test_an_address_that_becomes_known_is_dialled_at_once(monkeypatch, first, known_s, num_rounds):
-    """The first worker stands still, or has died: any answer will do."""
+    """The first worker stands still, has died, or says nonsense: any answer will do."""
     network = Network(monkeypatch, first, members())
     network.known_s = BEGINS_S + known_s
     assert [each.rank for each in network.ask().members] == [0, 1]
@@ -101,6 +106,11 @@ def test_all_addresses_of_a_name_are_dialled(monkeypatch):
         network.ask()
 
 
+def test_an_unknown_name_is_said():
+    with pytest.raises(RendezvousError, match=r"cannot join at 'no such host': .*; check"):
+        joining._resolved("no such host", 4000)
+
+
 @pytest.mark.parametrize(
     ("answers", "message", "num_rounds"),
     [
@@ -116,10 +126,14 @@ def test_a_refusal_is_the_end(monkeypatch, answers, message, num_rounds):
     assert network.num_rounds == num_rounds
 
 
-@pytest.mark.parametrize("answer", [None, False])
-def test_without_an_answer_it_ends_in_time(monkeypatch, answer):
+@pytest.mark.parametrize(
+    ("answer", "fault", "told"),
+    [(None, "", ""), (False, "::1:4000: no route", r" \(::1:4000: no route\)")],
+)
+def test_without_an_answer_it_ends_in_time(monkeypatch, answer, fault, told):
     network = Network(monkeypatch, answer, answer)
-    with pytest.raises(RendezvousError, match=r"was silent for 60 s; the run has"):
+    network.fault = fault
+    with pytest.raises(RendezvousError, match=rf"was silent for 60 s{told}; the run has"):
         network.ask()
     assert network.now_s >= BEGINS_S + TIMEOUT_S
 

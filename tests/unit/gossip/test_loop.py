@@ -389,3 +389,26 @@ def test_a_loss_is_not_forgotten_whatever_happens_to_others():
     assert (notices[0].rank, notices[0].kind) == (0, "lost")
     numbers = [notice.number for notice in notices[1:]]
     assert numbers == list(range(MAX_NOTICES + 3, 2 * MAX_NOTICES + 2))
+
+
+@pytest.mark.parametrize(
+    ("is_finished", "leaves_after", "num_polls"), [(False, 3, 0), (True, 3, 3), (True, 100, 8)]
+)
+def test_only_at_the_end_of_a_run_closing_waits_for_the_last_words(
+    monkeypatch, is_finished, leaves_after, num_polls
+):
+    """And at most a second; after an error nothing more is done with links."""
+    worker, polls = Worker(), []
+
+    def poll(longest_s: float) -> None:
+        worker.now += 0.125
+        polls.append(longest_s)
+        if len(polls) == leaves_after:
+            for link in worker.links.values():
+                link.controls.clear()
+
+    monkeypatch.setattr(worker.loop.transport, "poll", poll)
+    monkeypatch.setattr(worker.loop.protocol.consolidation, "is_finished", is_finished)
+    assert any(link.has_unsent for link in worker.links.values())
+    worker.loop.close()
+    assert len(polls) == num_polls

@@ -41,6 +41,9 @@ def test_without_these_statistics_the_threads_own_clock_counts(tmp_path, monkeyp
     assert made.look(1.0) == Idle(core=0.5, thread=0.5)
     (tmp_path / "schedstat").unlink()
     assert made.look(2.0) == Idle(core=0.75, thread=0.75)
+    monkeypatch.undo()
+    made._clock = 1000  # as if the thread had ended
+    assert made.look(3.0) is None
 
 
 def test_threads_that_help_the_training_thread_count_as_it(monkeypatch):
@@ -62,6 +65,7 @@ LIMITS = {
         "1:name=systemd:/\n0::/pod/box\n",
         0.3,
     ),
+    "a group that is beyond its limit": ({"pod/cpu.max": "10000 100000\n"}, "0::/pod\n", 0.0),
     "the first version": (
         {"cpu/pod/cpu.cfs_quota_us": "50000", "cpu/pod/cpu.cfs_period_us": "100000"},
         "3:cpu:/pod\n0::/\n",

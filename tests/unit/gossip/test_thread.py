@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from threadpoolctl import threadpool_info
 from waiting import LONGEST_S, wait_until
 
@@ -192,6 +194,36 @@ def test_calls_are_answered_even_if_closing_fails():
         thread._run()
     with pytest.raises(OSError, match="no such device"):
         future.result(0)
+
+
+def test_the_thread_takes_one_core_first_and_turns_its_loop_within_its_context(monkeypatch):
+    """Its caller waits for that, and takes its own number of cores again."""
+    numbers, said, goes_on = list[tuple[bool, int]](), list[str](), threading.Event()
+
+    class Ready(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            goes_on.set()
+            return super().wait(timeout)
+
+    def get_num_threads() -> int:
+        assert threading.current_thread() is not thread._thread or goes_on.wait(LONGEST_S)
+        return 7
+
+    def set_num_threads(number: int) -> None:
+        numbers.append((threading.current_thread() is thread._thread, number))
+        goes_on.set()
+
+    monkeypatch.setattr(torch, "get_num_threads", get_num_threads)
+    monkeypatch.setattr(torch, "set_num_threads", set_num_threads)
+    within = ExitStack()
+    within.callback(said.append, "leaves")
+    closes = partial(said.append, "closes")
+    thread = GossipThread(loop_of(its_thread=lambda: within, close=closes))
+    thread._ready = Ready()
+    thread.start()
+    thread._thread.join()
+    assert numbers == [(True, 1), (False, 7)]
+    assert said == ["leaves", "closes"]
 
 
 def test_a_call_that_the_end_of_the_thread_overtakes_is_answered(monkeypatch):

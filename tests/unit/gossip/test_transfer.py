@@ -381,10 +381,15 @@ def test_without_a_link_to_the_giver_it_is_dialled():
 def test_what_answers_an_older_request_is_dropped(ends):
     giver, taker = ends
     taker.fetch(0)
-    taker.transfers.receive(taker.links[0], StateRefused(99, "of another request"))
+    ((first,),) = taker.links[0].queue
+    taker.transfers.receive(taker.links[0], StateRefused(99, "of another request", is_early=False))
     assert taker.ended == []
     giver.transfers.receive(giver.links[1], RequestState(1, 0, True))
     relink(giver, taker)
+    taker.transfers.receive(
+        taker.links[0], StateRefused(first.counter, "of the one before", is_early=False)
+    )
+    assert taker.ended == []
     giver.keep(5)  # the one who asked is gone
     deliver(giver, taker)
     assert taker.ended == [None]

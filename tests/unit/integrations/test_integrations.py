@@ -7,10 +7,12 @@ from unittest import mock
 
 import pytest
 
-from gossipdp.errors import RendezvousError
+import gossipdp.integrations.ray as integration
+from gossipdp.errors import RendezvousError, WorkerFailedError
 from gossipdp.integrations import single_process
-from gossipdp.integrations.ray import Meeting, launch
+from gossipdp.integrations.ray import Meeting, _Worker, launch
 from gossipdp.launcher.environment import Environment
+from gossipdp.launcher.reports import Report
 from gossipdp.launcher.store import connect, ready_key
 
 
@@ -98,3 +100,32 @@ def test_a_death_before_all_have_begun_is_the_runs(meeting):
     meeting.variables(2)
     with pytest.raises(RendezvousError, match="worker 2 died before all workers had begun"):
         meeting.variables(2)
+
+
+def test_no_actor_outlives_the_run(monkeypatch):
+    ray, error = mock.Mock(), type("RayError", (Exception,), {})
+    _, *actors = made = [mock.Mock() for _ in range(4)]  # the first is the meeting
+    ray.exceptions.RayError = ray.exceptions.RayActorError = error
+    ray.remote.return_value.options.return_value.remote.side_effect = made
+    ray.wait = lambda waiting, num_returns: (waiting[:1], waiting[1:])
+    ray.get.side_effect = [7, error("no good"), False]  # the run had not begun
+    monkeypatch.setattr(integration, "_import_ray", lambda: ray)
+    with pytest.raises(WorkerFailedError, match=r"^worker 1 failed:\nno good$"):
+        launch(print, 3)
+    assert [each.args[0] for each in ray.kill.call_args_list] == [actors[1], *actors, made[0]]
+
+
+def test_a_worker_waits_for_a_report_and_passes_it_on(monkeypatch):
+    ray, channel, meeting, select, threads = (mock.Mock() for _ in range(5))
+    ray.get.return_value, addresses = {}, {1: ("10.0.0.1", 5)}
+    channel.take.return_value = [Report(addresses=addresses)]
+    select.select.side_effect = [None, SystemExit]
+    for name, made in (("_import_ray", ray), ("ReportChannel", channel), ("report_variables", {})):
+        monkeypatch.setattr(integration, name, mock.Mock(return_value=made))
+    for name, module in (("select", select), ("threading", threads)):
+        monkeypatch.setattr(integration, name, module)
+    assert _Worker().work(meeting, 2, sum, ([3, 4],)) == 7
+    with pytest.raises(SystemExit):
+        threads.Thread.call_args.kwargs["target"]()
+    assert select.select.call_args_list[0].args == ([channel.receiver], [], [])
+    meeting.note_addresses.remote.assert_called_once_with(addresses)

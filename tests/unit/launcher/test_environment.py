@@ -163,7 +163,7 @@ SHARD |= {"GOSSIPDP_MASTER_ADDR": "::1", "GOSSIPDP_MASTER_PORT": "7"}
 
 def test_who_joins_listens_where_its_contact_is_reached_though_the_store_has_gone():
     variables = TORCHRUN | {"MASTER_ADDR": "gone.invalid", "GOSSIPDP_RUN_ID": "r"}
-    environment = Environment.read(variables | {"GOSSIPDP_JOIN": "127.0.0.1:9"})
+    environment = Environment.read(variables | {"GOSSIPDP_JOIN": "127.0.0.1:9,gone.invalid:9"})
     assert environment.choose_host() == "127.0.0.1"
 
 

@@ -239,6 +239,8 @@ def test_a_slow_worker_runs_its_share_of_the_time_in_short_turns(factor):
     runs = zip(scene.sent[1::2], scene.sent[2::2], strict=False)  # from SIGCONT to SIGSTOP
     ran_s = sum(after[0] - before[0] for before, after in runs)
     assert ran_s / (times[-1] - times[0]) == pytest.approx(1 / factor, rel=0.03)
+    turn_s = (times[-1] - times[0]) / (len(times) - 1)
+    assert max(0.05, 0.005 * factor) < turn_s < 0.05 + 0.01 * factor
     longest = max(after[0] - before[0] for before, after in pairwise(scene.sent))
     assert longest < 0.5
 

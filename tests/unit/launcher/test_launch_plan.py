@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import timedelta
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,11 +90,12 @@ def own_address() -> str:
 
 
 def test_a_store_that_others_reach_closes_once_all_have_begun(monkeypatch):
-    looks: list[int] = []
+    """It looks now and then whether they have, and leaves them some time after that."""
+    looks: list[float] = []
     have_all_begun = HostedStore.have_all_begun
 
     def look(store: HostedStore) -> bool:
-        looks.append(len(looks))
+        looks.append(time.monotonic())
         return have_all_begun(store)
 
     monkeypatch.setattr(HostedStore, "have_all_begun", look)
@@ -105,9 +107,12 @@ def test_a_store_that_others_reach_closes_once_all_have_begun(monkeypatch):
         store.set(ready_key(plan.key_prefix, 0), "1")
         wanted = len(looks) + 2
         wait_until(lambda: len(looks) >= wanted, "it has looked whether all have begun")
+        assert min(later - earlier for earlier, later in pairwise(looks)) > 0.009
         assert listens(plan.store)
+        began_s = time.monotonic()
         store.set(ready_key(plan.key_prefix, 1), "1")
         wait_until(lambda: not listens(plan.store), "its port is closed")
+        assert time.monotonic() - began_s > 0.1
         assert plan.hosted is not None
         assert plan.hosted.have_all_begun()
 
@@ -124,15 +129,28 @@ def test_a_store_on_loopback_stays_for_the_users_process_groups(monkeypatch):
         assert store.check([ready_key(plan.key_prefix, 0)])
 
 
-def test_a_store_that_is_closed_while_torch_is_imported_is_not_opened():
-    """The owner closes it just before the thread that has imported torch takes the lock."""
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_store_that_is_closed_while_torch_is_imported_is_not_opened(is_open, monkeypatch):
+    """The owner closes it just before the thread takes the lock, before or after torch opens it."""
     store = stores.HostedStore()
     address = store.address
-    store._lock = lock = CallingLock(before=store.close)
+    lock = CallingLock(before=store.close)
+
+    def in_torch(*address: Any, **options: Any) -> TCPStore:
+        store._lock = lock
+        return TCPStore(*address, **options)
+
+    if is_open:
+        monkeypatch.setattr("torch.distributed.TCPStore", in_torch)
+    else:
+        store._lock = lock
     store._open()
     assert lock.has_called
     assert not listens(address)
-    assert not store.have_all_begun()
+    for call in (store.have_all_begun, store.close):
+        store._lock = lock = CallingLock(before=lambda: None)
+        assert not call()
+        assert lock.has_called
 
 
 def test_a_store_that_is_closed_while_torch_opens_it_is_not_waited_for(monkeypatch):
@@ -269,16 +287,21 @@ def drip(connection: socket.socket) -> None:
         time.sleep(0.02)
 
 
-def test_a_worker_says_to_which_run_it_belongs():
+def test_a_worker_says_to_which_run_it_belongs(monkeypatch):
+    """Each address has the whole time to answer the dial."""
+
     def greet(connection: socket.socket) -> None:
         handshake = as_a_worker()
         while handshake.num_wanted:
             handshake.receive(connection.recv(handshake.num_wanted))
         connection.sendall(handshake.take_output())
 
+    given, dial = list[float](), socket.create_connection
+    monkeypatch.setattr(socket, "create_connection", lambda *to: given.append(to[1]) or dial(*to))
     with listening(greet) as address:
         both = silent_address(), address
         assert ask_join_infos(both, 1) == [JoinInfo("the run", join=both)]
+    assert [round(seconds) for seconds in given] == [5, 5]
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,7 @@ def test_a_save_that_stands_still_is_not_waited_for(make):
     setting.supervisor.end(signal.SIGINT)
     sent = [worker.signals[-1] for worker in setting.workers.values()]
     assert sent == [signal.SIGINT, signal.SIGTERM, signal.SIGTERM]
-    assert "a second Ctrl+C kills" in setting.sentences[0]
+    assert "Ctrl+C now kills" in setting.sentences[0]
     setting.step(PATIENCE_S + 29)
     assert not setting.workers[0].is_killed
     assert setting.step(PATIENCE_S + 31), "its end is waited for"
@@ -314,16 +314,40 @@ def test_a_save_that_stands_still_is_not_waited_for(make):
     assert 0 not in setting.running
 
 
-def test_a_script_that_saves_by_itself_has_as_long_as_a_save_of_ours(make):
-    """It handles SIGTERM, and reports nothing."""
+def test_who_has_saved_since_the_end_has_only_the_time_to_end(make):
+    """Of a replica only the first process says so, and another may still save."""
+    for setting in (make(begun=True), replicas(make)):
+        setting.report(0, begins=True, saves=True)
+        setting.supervisor.end()
+        setting.report(2, saved=(7, "ck"), saves=False)
+        setting.step(1.9 + PATIENCE_S)
+        assert not setting.workers[0].is_killed
+        setting.step(2 + PATIENCE_S)
+        assert setting.workers[0].is_killed == (len(setting.workers) == 3)
+
+
+def test_a_script_that_saves_by_itself_has_nearly_as_long_as_a_save_of_ours(make):
+    """It handles SIGTERM, and reports nothing. A cluster kills the launcher after 30 s."""
     setting = make(begun=True)
     setting.step(0)
     setting.supervisor.end()
-    setting.step(PATIENCE_S + 29)
-    assert not setting.workers[0].is_killed
-    setting.step(PATIENCE_S + 31)
-    assert setting.workers[0].is_killed
+    setting.step(PATIENCE_S - 0.1)
     assert setting.sentences == []
+    setting.die(2, how=Ending(), at=[PATIENCE_S, 29.9 - PATIENCE_S])
+    who = "worker 0 and worker 1"
+    assert setting.sentences == [f"waiting at most 27 s for {who} to end; Ctrl+C kills them"]
+    assert not setting.workers[0].is_killed
+    setting.step(30 - PATIENCE_S)
+    assert setting.workers[0].is_killed
+
+
+def test_no_save_is_promised_once_the_run_is_complete(make):
+    setting = make(begun=True)
+    setting.report(0, saves=True)
+    setting.end_well(1, 2, at=[0])
+    setting.supervisor.end(signal.SIGINT)
+    setting.step(PATIENCE_S)
+    assert setting.sentences == ["waiting at most 30 s for worker 0 to end; Ctrl+C kills it"]
 
 
 def test_a_process_that_cannot_be_killed_is_given_up(make):
@@ -533,27 +557,45 @@ def test_who_is_held_back_does_not_shorten_the_wait(make, monkeypatch):
     assert waits_s == [pytest.approx(FIRST_DELAY_S / 2)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_that_ends_the_workers_too_makes_no_failure(make, monkeypatch, number):
+@pytest.mark.parametrize("numbers", [2 * [signal.SIGTERM], [signal.SIGHUP, signal.SIGINT]])
+def test_a_signal_that_ends_the_workers_too_makes_no_failure(make, monkeypatch, numbers):
+    """It comes to the process, and to its group; but a Ctrl+C after it kills."""
     setting = make()
-    before = signal.signal(number, signal.SIG_DFL)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in set(numbers)}
 
     def wait(*_: object) -> None:
         for worker in setting.workers.values():
-            worker.how = Ending(exit_reason(-number))
+            worker.how = Ending(exit_reason(-numbers[0]))
             worker.report(saves=True)
         if not setting.supervisor.ending:
-            for _ in range(2):  # to the process, and to its group
+            for number in numbers:
                 signal.raise_signal(number)
 
     monkeypatch.setattr("multiprocessing.connection.wait", wait)
     try:
-        assert setting.supervisor.run() == number
+        assert setting.supervisor.run() == numbers[0]
+        assert {signal.getsignal(number) for number in numbers} == {signal.SIG_DFL}
     finally:
-        signal.signal(number, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     assert setting.signalled(signal.SIGTERM) == {0, 1, 2}
-    assert setting.signalled(signal.SIGKILL) == set()
+    assert setting.signalled(signal.SIGKILL) == ({0, 1, 2} if signal.SIGINT in numbers else set())
     assert setting.failures == []
+
+
+def test_an_error_ends_a_run_whose_workers_all_wait_for_their_next_life(make):
+    setting = make(max_restarts=3, plan=LaunchPlan.on_hosts(3))
+
+    def look() -> None:
+        if setting.failures:
+            setting.now += 1.0  # they are due
+            raise TimeoutError
+        setting.report(begins=True, checkpoints=("ck", True))
+        setting.die(0, 1, 2)
+
+    with pytest.raises(TimeoutError):
+        setting.supervisor.run(look)
+    assert (setting.failed, setting.restarted) == ([0, 1, 2], [(rank, 0.0) for rank in range(3)])
 
 
 @pytest.mark.parametrize(

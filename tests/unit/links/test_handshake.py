@@ -64,6 +64,7 @@ def test_a_difference_is_named_with_both_values(field, secrets):
     text = str(dialler.refusal)
     assert repr(theirs) in text
     assert "'mine'" in text
+    assert ("Network(timeout_s=)" in text) == (field == "timeout")
 
 
 def test_of_a_fingerprint_the_parts_that_differ_are_named():

@@ -102,6 +102,19 @@ def test_a_forked_child_has_neither_the_memory_nor_its_descriptors(world):
     assert look() == before
 
 
+def test_a_process_without_standard_input_shares_memory_too():
+    """Its descriptor may have the number 0."""
+
+    def look() -> tuple[int, bool]:
+        os.closerange(0, 1)
+        segment = SharedSegment(PAGE, 1)
+        number = segment.descriptor
+        del segment
+        return number, os.path.lexists(f"/proc/self/fd/{number}")
+
+    assert in_child(look) == "(0, False)"
+
+
 def test_only_chunks_of_an_exchange_that_lie_there_are_read_there(world):
     first, second, there, back = world.pair(world.shared)
     sent = [
@@ -137,6 +150,14 @@ def test_a_chunk_counts_until_the_peer_has_read_it(world):
     assert first.handler.of("writable") == [(there,)]
     world.settle()
     assert there.bytes_received == received + 56 + len(b"thanks")
+    # Or on what its caller says before the next turn.
+    del second.handler.hooks["chunk"]
+    there.send_chunk(EXCHANGE, key(1), first.payload(b"y"))
+    world.until(lambda: len(second.handler.of("chunk")) == 2)
+    back.send_control(b"thanks")
+    world.until(lambda: there.queued_chunks == 0)
+    world.settle()
+    assert there.bytes_received == received + 2 * (56 + len(b"thanks"))
 
 
 def test_a_turn_that_ends_between_frames_read_at_once(world, monkeypatch):

@@ -6,12 +6,14 @@ import threading
 from typing import Any
 
 import pytest
-from links import in_child
+from calling_back import CallingLock
+from links import has_ended, in_child
 from waiting import LONGEST_S
 
-from gossipdp.links import sockets
-from gossipdp.links.sockets import listen
+from gossipdp.links import shared_memory, sockets
+from gossipdp.links.sockets import Listener, listen
 from gossipdp.links.tcp import TcpTransport
+from gossipdp.links.tls import Tls
 
 # A child that is created here runs the test's code after a fork that threads may have seen.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -43,6 +45,8 @@ def test_the_parents_links_live_on_and_the_child_may_forget_its_copies(world):
         # A number that the child now uses itself must survive the end of the copies.
         reader, writer = os.pipe()
         first.transport.__del__()
+        # Else no other thread of the child could ever take it.
+        assert not sockets.descriptors_guard._is_owned()  # type: ignore[attr-defined]
         os.write(writer, b"ok")
         return os.read(reader, 2).decode()
 
@@ -79,18 +83,37 @@ def test_a_fork_waits_for_a_descriptor_on_its_way(world):
     assert not sockets.descriptors_guard._is_owned()  # type: ignore[attr-defined]
 
 
-def test_a_stranger_s_descriptor_leaves_its_list_and_closes_in_one_step(world, monkeypatch):
+def test_a_descriptor_and_its_place_in_a_list_come_and_go_in_one_step(world, monkeypatch):
     """Between the two a fork would leave a child with a descriptor that no owner names."""
-    node = world.tcp(0)
-    is_guarded: list[bool] = []
-    release = TcpTransport._close_connection
+    places = [
+        *((sockets, "register"), (sockets, "close_descriptor"), (os, "open"), (Tls, "wrap")),
+        *((shared_memory, "memory_file"), (shared_memory._libc, "madvise"), (Listener, "close")),
+        *((TcpTransport, "_begin"), (TcpTransport, "_close_connection")),
+    ]
+    is_guarded: dict[str, set[bool]] = {name: set() for _, name in places}
 
-    def spied(transport: TcpTransport, *what: Any) -> None:
-        is_guarded.append(sockets.descriptors_guard._is_owned())  # type: ignore[attr-defined]
-        release(transport, *what)
+    def spy(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
 
-    monkeypatch.setattr(TcpTransport, "_close_connection", spied)
-    with socket.create_connection((node.host, node.port)) as guest:
+        def spied(*what: Any, **options: Any) -> Any:
+            is_owned = sockets.descriptors_guard._is_owned()  # type: ignore[attr-defined]
+            is_guarded[name].add(is_owned)
+            return real(*what, **options)
+
+        monkeypatch.setattr(owner, name, spied)
+
+    for place in places:
+        spy(*place)
+    first, second = world.tls(0), world.tls(1)
+    first.transport.allocate(4096)
+    there, _ = world.join(first, second)
+    world.until(lambda: there.is_shared)
+    with socket.create_connection((first.host, first.port)) as guest:
         guest.sendall(b"GET / HTTP/1.1")
-        world.until(lambda: is_guarded)
-    assert is_guarded == [True]
+        world.until(lambda: has_ended(guest))
+    there.close("enough")
+    # wake() of another thread waits too, and finds the transport closed.
+    first.transport._wake_guard = waking = CallingLock(before=lambda: None)
+    world.close(first)
+    assert waking.has_called
+    assert is_guarded == {name: {True} for _, name in places}

@@ -79,11 +79,18 @@ def test_a_socket_that_cannot_be_had_is_a_failed_dial(world, monkeypatch, module
 
 
 def test_a_dial_that_fails_at_once_says_why(world, monkeypatch, caplog):
+    """A visitor says it if no worker answers; another address of the name may do."""
     node = world.tcp(0)
     monkeypatch.setattr(socket.socket, "connect_ex", lambda *_: errno.ENETUNREACH)
+    node.transport.dial(None, "127.0.0.1", 4000)
+    assert (caplog.messages, node.transport.dial_fault) == (
+        [],
+        "127.0.0.1:4000: Network is unreachable",
+    )
     node.transport.dial(1, "127.0.0.1", 4000)
     node.transport.poll(0.0)
-    assert node.handler.events == [("dial_failed", 1, ("127.0.0.1", 4000), False)]
+    address = ("127.0.0.1", 4000)
+    assert node.handler.events == [("dial_failed", peer, address, False) for peer in (None, 1)]
     assert caplog.messages == ["dialling rank 1 at 127.0.0.1:4000: Network is unreachable"]
 
 
@@ -369,6 +376,7 @@ def test_quick_packets_are_read_several_at_once(world, gap_s, least, most):
 
 def test_a_connection_that_gets_slow_or_ends_within_a_batch_is_noticed(world):
     first, second = world.tcp(0, clock=Clock()), world.tcp(1)
+    world.join(first, world.tcp(2))  # whose link, the older one, has no batch
     here, there = world.join(first, second)
     world.settle()
     there.stream = tape = Tape(there.connection)
@@ -391,13 +399,13 @@ def test_a_connection_that_gets_slow_or_ends_within_a_batch_is_noticed(world):
 def test_a_transport_that_is_closed_or_forgotten_leaves_no_descriptor(world, open_descriptors):
     before = open_descriptors()
     nodes = [world.tcp(rank) for rank in range(3)]
-    world.join(nodes[0], nodes[1])
-    world.join(nodes[2], nodes[1])
+    ends = [*world.join(nodes[0], nodes[1]), *world.join(nodes[2], nodes[1])]
     with socket.create_connection((nodes[0].host, nodes[0].port)):
         world.settle()
         for node in nodes:
             world.close(node)
     assert open_descriptors() == before
+    assert all(link.closed for link in ends)
     world.tcp(0)
     world.nodes.clear()
     gc.collect()

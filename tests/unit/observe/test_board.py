@@ -110,7 +110,7 @@ def test_the_view_outlives_the_worker_that_was_asked_first():
 
 def test_a_silent_worker_is_shown_with_the_time_since_it_was_heard():
     job = Job(0, 1)
-    others = member(0, heard_ago_s=0.1), member(1)
+    others = member(0, heard_ago_s=0.1, is_neighbour=True), member(1, is_neighbour=True)
     answers = {
         rank: status(rank, 3, members=(*others, member(2, is_silent=True, heard_ago_s=ago_s)))
         for rank, ago_s in enumerate((7.0, 6.0))
@@ -118,6 +118,7 @@ def test_a_silent_worker_is_shown_with_the_time_since_it_was_heard():
     seen = job.look(answers)
     assert (worker(seen, 2).state, worker(seen, 2).silent_s) == ("silent", 6.0)
     assert worker(seen, 0).silent_s is None
+    assert worker(seen, 1).neighbours == (0,), "of the two in the graph, the one with a link"
 
 
 def test_a_worker_that_came_back_is_asked_where_it_is_now():

@@ -17,7 +17,7 @@ import torch
 from bitwise import assert_bitwise
 from checkpointing import steps_saved
 
-from gossipdp import GossipDataParallel, RefusedError
+from gossipdp import GossipDataParallel, Monitor, RefusedError
 from gossipdp.parallel import checkpoint_files
 from gossipdp.parallel.checkpoint_files import in_use, read_tensors, write_tensors, written_whole
 from gossipdp.parallel.termination import TERMINATION
@@ -101,6 +101,10 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
             write_tensors(path, {"b": torch.ones(1)}, {})
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+    monkeypatch.setattr(*at, full)
+    monkeypatch.setattr(Path, "unlink", Mock(side_effect=PermissionError))
+    with pytest.raises(OSError, match="No space left"):  # the first error, not that of the removal
+        write_tensors(path, {"b": torch.ones(1)}, {})
 
 
 def test_each_piece_is_on_the_disk_before_the_next(tmp_path, monkeypatch):
@@ -136,6 +140,9 @@ def test_a_file_system_that_synchronizes_no_directory_will_do(tmp_path, monkeypa
     monkeypatch.setattr(os, "fsync", fsync)
     write_tensors(tmp_path / "file.safetensors", TENSORS, {})
     assert read_tensors(tmp_path / "file.safetensors")[0].keys() == TENSORS.keys()
+    numbers = os.listdir("/proc/self/fd")
+    held = {os.path.realpath(f"/proc/self/fd/{number}") for number in numbers}
+    assert os.path.realpath(tmp_path) not in held
 
 
 @pytest.mark.parametrize("where", ["full", "file"])
@@ -148,7 +155,9 @@ def test_a_directory_that_cannot_be_used_is_said_at_wrapping(linear, tmp_path, m
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_one_run_at_a_time_uses_a_directory_and_the_dead_keep_it_from_nobody(tmp_path, monkeypatch):
+def test_one_run_at_a_time_uses_a_directory_and_the_dead_keep_it_from_nobody(
+    linear, tmp_path, monkeypatch
+):
     monkeypatch.setattr(checkpoint_files, "LOOKS", 3)
     ready, tell = os.pipe()
     if (holder := os.fork()) == 0:
@@ -164,6 +173,12 @@ def test_one_run_at_a_time_uses_a_directory_and_the_dead_keep_it_from_nobody(tmp
         named = f"'{tmp_path}' .run first: process {holder} on "
         with pytest.raises(RefusedError, match=named), in_use(tmp_path, "second"):
             pass
+        (tmp_path / "worker-0").mkdir()
+        (tmp_path / "worker-0" / "step-00000001.safetensors").touch()  # it may be gone soon
+        with pytest.raises(RefusedError, match=named):
+            linear(tmp_path)
+        with pytest.raises(RefusedError, match=named):
+            linear(monitor=Monitor(tmp_path))
     finally:
         os.kill(holder, signal.SIGKILL)
         os.waitpid(holder, 0)
@@ -236,13 +251,14 @@ def test_an_error_that_is_no_full_disk_reaches_the_training_loop(linear, tmp_pat
     assert isinstance(info.value.__cause__, ZeroDivisionError)
 
 
-def test_a_killed_writer_s_file_is_no_checkpoint_and_goes(linear, tmp_path):
+def test_a_killed_writer_s_files_are_no_checkpoints_and_go_with_the_old_ones(linear, tmp_path):
     model, optimizer = linear(tmp_path, 1)
-    step(model, optimizer)
+    for _ in range(3):
+        step(model, optimizer)
     model.close()
-    left = tmp_path / "worker-0" / ".step-00000003.safetensors.77.unfinished"
-    left.write_bytes(b"half")
-    model, optimizer = linear(tmp_path, 1, resume="auto")
+    directory = tmp_path / "worker-0"
+    for number in (3, 4):
+        (directory / f".step-0000000{number}.safetensors.77.unfinished").write_bytes(b"half")
+    model, optimizer = linear(tmp_path, 1, keep=1, resume="auto")
     step(model, optimizer)
-    assert steps_saved(tmp_path) == [2, 1]
-    assert not left.exists()
+    assert [path.name for path in directory.iterdir()] == ["step-00000004.safetensors"]

@@ -86,6 +86,13 @@ def save(directory, facts: Facts, value: float) -> None:
     write_tensors(path, *checkpoint.encode(model, facts, {"optimizers": [], "rate": value}))
 
 
+def damage(directory, rank: int, step: int) -> None:
+    path = checkpoint.file_path(directory, rank, step)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1  # of its values: its facts can be read
+    path.write_bytes(data)
+
+
 def resumed(directory, rank: int, world_size: int) -> Resumption:
     replica = Replica(Environment(rank=rank, world_size=world_size))
     layout = checkpoint.layout_of({"w": torch.ones(3), "queue": torch.ones(2)})
@@ -137,18 +144,23 @@ def test_a_mean_counts_the_samples_of_the_files_that_are_in_it(tmp_path, caplog,
     save(tmp_path, facts(0, 800, progress=(heard_of(0, 800), heard_of(1, 240))), 3.0)
     save(tmp_path, facts(1, 80), 1.0)
     save(tmp_path, facts(1, 160), 5.0)
-    newest = checkpoint.file_path(tmp_path, 1, 20)
-    data = bytearray(newest.read_bytes())
-    data[-1] ^= 1
-    newest.write_bytes(data)
+    damage(tmp_path, 1, 20)
     for rank in range(world_size):
         resumption = resumed(tmp_path, rank, world_size)
         assert (resumption.tensors["model/w"] == 3.0).all(), "the mean of 3 + 1 and 1 + 1"
         totals = Progress(rank, 99)
-        totals.merge_all(resumption.progress)
+        totals.merge_all(resumption.progress, 0.0)
         assert totals.by_rank() == {0: (800, 100), 1: (80, 10)}
         assert resumption.counts.step == 100
     assert "its checksum does not fit" in caplog.text
+
+
+def test_who_has_no_whole_file_goes_on_from_the_next_and_after_the_last_from_the_first(tmp_path):
+    for rank in range(3):
+        save(tmp_path, facts(rank, 80, world_size=3), float(rank))
+    for rank in (0, 2):
+        damage(tmp_path, rank, 10)
+    assert [resumed(tmp_path, rank, 3).training["rate"] for rank in range(3)] == [1.0, 1.0, 1.0]
 
 
 def test_files_that_are_in_the_mean_count_no_more(tmp_path):
@@ -198,5 +210,5 @@ def test_steps_after_a_checkpoint_count_only_if_their_worker_has_ended(tmp_path,
     save(tmp_path, facts(1, 80, progress=(heard_of(0, 3216), heard_of(1, 80))), -1.0)
     for rank in range(2):
         totals = Progress(rank, 99)
-        totals.merge_all(resumed(tmp_path, rank, 2).progress)
+        totals.merge_all(resumed(tmp_path, rank, 2).progress, 0.0)
         assert totals.by_rank() == {0: (3200, 400), 1: (counted, counted // 8)}

@@ -201,7 +201,10 @@ def test_a_write_goes_on_as_long_as_it_advances_and_is_given_up_where_it_stands_
     assert isinstance(again.exception(0), TimeoutError)
     may_go_on.set()
     writer._thread.join()
-    assert writer.begin(lambda _: Path("next")).result(30) == Path("next")
+    following = writer.begin(lambda _: Path("next"))
+    assert following.result(30) == Path("next")
+    clock.now_s += 31.0  # the training loop looks so late
+    assert writer.has_ended(following)
     writer.close()
 
 

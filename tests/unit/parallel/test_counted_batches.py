@@ -2,10 +2,12 @@
 
 import dataclasses
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 import torch
 from checkpointing import step
+from clocks import Clock
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
@@ -219,7 +221,7 @@ def test_how_long_an_epoch_is_may_be_given(linear):
 def test_batches_that_a_dataset_holds_are_not_counted_as_samples(linear):
     """As under ``batch_size=None``, unless the sampler asks for a batch of samples at a time."""
     model, _ = linear()
-    with pytest.raises(ValueError, match=r"give epochs\(\.\.\., samples=\)"):
+    with pytest.raises(ValueError, match=r"may hold batches: give epochs\(\.\.\., samples=\)"):
         model.epochs(DataLoader(torch.ones(6, 4, 3), batch_size=None), 1)
     of_four = BatchSampler(range(24), 4, drop_last=False)
     model.epochs(DataLoader(torch.ones(24, 3), batch_size=None, sampler=of_four), 1)
@@ -233,17 +235,30 @@ def test_nothing_is_kept_of_what_passes_after_the_end(linear):
     assert model._worker.batches._forwarded == []
 
 
-@pytest.mark.parametrize(("samples", "is_told"), [(16, False), (17, False), (32, True)])
+@pytest.mark.parametrize(
+    ("samples", "waited_s", "is_told"),
+    [(16, 9.0, False), (17, 9.0, False), (32, 9.0, True), (32, 4.9, False)],
+)
 def test_who_counts_shorter_epochs_than_the_others_says_so(
-    linear, monkeypatch, caplog, samples, is_told
+    linear, monkeypatch, caplog, *, samples, waited_s, is_told
 ):
-    """Its dataset is shorter, so the others train on after its last epoch; 17 is late news."""
+    """Its dataset is shorter, so the others train on after its last epoch.
+
+    17 samples are late news; so are 32 if it waits for less than a time-out.
+    """
     model, optimizer = linear()
     for _, batches in model.epochs(DataLoader(torch.ones(8, 3), 4), 2):
         for inputs in batches:
             step(model, optimizer, inputs)
     end = Consolidated(0.0, 2, samples, 204, {0: 4, 1: 200})
-    monkeypatch.setattr(model._worker, "consolidate", lambda timeout_s: end)
+    clock = Clock()
+    monkeypatch.setattr("gossipdp.parallel.module.time", SimpleNamespace(monotonic=clock))
+
+    def consolidate(timeout_s: float) -> Consolidated:
+        clock.now_s += waited_s
+        return end
+
+    monkeypatch.setattr(model._worker, "consolidate", consolidate)
     model.consolidate()
     told = "worker 0 ended after 4 steps of its own, and then the others made 200 more."
     assert [text.startswith(told) for text in caplog.messages] == [True] * is_told
@@ -308,15 +323,23 @@ def test_a_loop_without_a_step_says_so(linear, caplog):
     assert "epochs() up to 1 yields nothing: model.stop() has ended the run" in caplog.text
 
 
+@pytest.mark.parametrize("size", [4, None])
 @pytest.mark.parametrize("order", [None, torch.Generator()])
 @pytest.mark.parametrize("kind", [RandomSampler, SubsetRandomSampler, WeightedRandomSampler])
-def test_random_samplers_that_draw_alike_get_a_warning(linear, monkeypatch, caplog, kind, order):
+def test_random_samplers_that_draw_alike_get_a_warning(
+    linear, monkeypatch, caplog, *, kind, order, size
+):
+    """Without a ``size`` the sampler lies within the loader's sampler of batches."""
     monkeypatch.setattr(Entry, "draws_alike", True)
     arguments = ([1.0] * 12, 12) if kind is WeightedRandomSampler else (range(12),)
     model, _ = linear(budget_samples=20)
-    next(model.batches(DataLoader(torch.ones(12, 3), 4, sampler=kind(*arguments, generator=order))))
+    sampler = kind(*arguments, generator=order)
+    if size is None:
+        sampler = BatchSampler(sampler, 4, drop_last=False)
+    next(model.batches(DataLoader(torch.ones(12, 3), size, sampler=sampler)))
     assert caplog.text.count("all workers go through the data in the same order") == (order is None)
-    call = "DataLoader(..., shuffle=True, " if kind is RandomSampler else f"{kind.__name__}(..., "
+    is_loaders = kind is RandomSampler and size is not None
+    call = "DataLoader(..., shuffle=True, " if is_loaders else f"{kind.__name__}(..., "
     assert caplog.text.count(f"write {call}generator=") == (order is None)
 
 

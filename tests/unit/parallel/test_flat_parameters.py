@@ -174,6 +174,7 @@ def test_new_data_of_a_parameter_and_a_buffer_assigned_in_forward_are_adopted():
         flat.check(index)
         assert net[index].weight.data_ptr() == flat.state.segments[index].x.data_ptr()
         assert torch.equal(flat.state.segments[index].x[:6], torch.full((6,), 7.0))
+        assert not flat.state.segments[index].x.requires_grad
     net = nn.BatchNorm1d(4)
     flat = flatten(net)
     net.running_mean = torch.full((4,), 3.0)

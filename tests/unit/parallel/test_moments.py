@@ -311,7 +311,9 @@ def test_workers_with_other_moments_or_periods_are_refused():
 @pytest.mark.parametrize("comm_rate", [1.0, "auto"])
 def test_how_often_exchanges_carry_moments(wrap, comm_rate, beta_2, moments, expected):
     net = make_net()
-    optimizer = ADAMW(net.parameters(), betas=(0.9, beta_2))
+    first, *others = net.parameters()
+    groups = [{"params": first}, {"params": others, "betas": (0.9, 0.5)}]
+    optimizer = ADAMW(groups, betas=(0.9, beta_2))  # the first group's counts
     worker = wrap(net, optimizer, comm_rate=comm_rate, exchange=Exchange(moments=moments))._worker
     state, due, carrying = worker._state, worker._protocol.pairing.moments_due, []
     for count in range(1, 13):  # one a step
@@ -359,9 +361,10 @@ def test_what_is_named_and_cannot_travel_is_an_error(wrap, name, make, message):
     parameters = list(net.parameters())[:2]
     optimizer = OwnOptimizer(parameters, make) if make else torch.optim.SGD(parameters, 0.1)
     wrap(net, optimizer, exchange=Exchange(moments={name: 4}))
+    parameters[0].grad = torch.ones_like(parameters[0])  # the other one was not used
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
-            stepped(optimizer, 1)
+            optimizer.step()
 
 
 def test_a_name_that_is_meant_for_another_optimizer_does_no_harm_to_an_unknown_one(wrap, caplog):

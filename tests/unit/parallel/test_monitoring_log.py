@@ -1,6 +1,7 @@
 """Any run writes its log: the wrapper's ``log_dir``."""
 
 import math
+import sys
 import threading
 from contextlib import closing
 
@@ -8,7 +9,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import nn
-from waiting import LONGEST_S, wait_until
+from waiting import FOR_EVER_S, LONGEST_S, wait_until
 
 from gossipdp import Checkpoints, Counting, GossipDataParallel, Monitor, Network
 from gossipdp.gossip.exchange import CompletedExchange
@@ -20,7 +21,7 @@ from gossipdp_lab.report.run_log import RunLog, WorkerLog
 
 def train(log_dir, num_steps=3, **options) -> GossipDataParallel:
     net = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD([{"params": net.weight}, {"params": net.bias, "lr": 0.2}], lr=0.1)
     model = GossipDataParallel(net, optimizer, monitor=Monitor(log_dir), **options)
     for _ in range(num_steps):
         optimizer.zero_grad()
@@ -35,7 +36,8 @@ def read(directory, rank=0) -> WorkerLog:
     return RunLog.read(directory).workers[rank]
 
 
-def test_a_run_of_one_worker_is_logged_whole_with_numbers_of_numpy_and_any_text(tmp_path):
+def test_a_run_of_one_worker_is_logged_whole_with_any_number_and_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/home/me/train.py", "--output", "best.txt"])
     model = train(tmp_path / "new" / "run", budget_samples=100)
     model.log(accuracy=np.mean([0.5, 1.0]), file="caf\udce9", passed=True)
     model.consolidate()
@@ -49,6 +51,7 @@ def test_a_run_of_one_worker_is_logged_whole_with_numbers_of_numpy_and_any_text(
     before = {"learning_rate": 0.1, "accuracy": 0.75, "file": "caf\\udce9", "passed": True}
     assert worker.last_values() == before | {"test_accuracy": 0.9, "name": "best"}
     known = {"parameters": 10, "optimizer": "SGD(lr=0.1)", "budget_samples": 100}
+    known |= {"script": "train.py", "workers": 1, "precision": "float32", "device": "cpu"}
     assert worker.start.configuration.items() >= known.items()
 
 
@@ -56,8 +59,8 @@ def test_notices_and_exchanges_are_written_once_however_often_the_log_is_looked_
     model = train(tmp_path)
     log, stats = model._worker.monitoring, model._worker.stats()
     notices = (Notice(1, "lost", 5, 1), Notice(2, "lost", 5.5, 2), Notice(1, "answered", 6, 3, 1.2))
-    ended = tuple(CompletedExchange(1, True, at_s, 2 * at_s, 0.0) for at_s in (1.0, 2.0, 3.0))
-    for noticed, exchanged in ((1, 0), (1, 0), (1, 2), (3, 2), (3, 3), (3, 3)):
+    ended = tuple(CompletedExchange(1, True, at_s, 2 * at_s, 0.0) for at_s in (1.0, 2.0, 3.0, 4.0))
+    for noticed, exchanged in ((1, 0), (1, 0), (1, 2), (3, 2), (3, 3), (3, 3), (3, 4)):
         now = replace(
             stats,
             noticed=notices[:noticed],
@@ -69,7 +72,7 @@ def test_notices_and_exchanges_are_written_once_however_often_the_log_is_looked_
     model.close()
     assert read(tmp_path).noticed == [*notices]
     seen = [one for each in read(tmp_path).counts for one in each.recent]
-    assert seen == [(1, 1.0), (1, 2.0), (1, 3.0)]
+    assert seen == [(1, 1.0), (1, 2.0), (1, 3.0), (1, 4.0)]
 
 
 def test_news_and_the_first_step_are_written_though_records_are_rare_by_now(tmp_path):
@@ -80,7 +83,8 @@ def test_news_and_the_first_step_are_written_though_records_are_rare_by_now(tmp_
     with log._lock:  # the log's thread looks no more
         notice, num_before = Notice(1, "lost", 5.0, 1), len(read(tmp_path).counts)
         for noticed in ((), (notice,), (notice,)):
-            log._stats = lambda noticed=noticed: replace(stats, noticed=noticed)
+            now = replace(stats, noticed=noticed, exchanges_initiated=5)  # exchanges can wait
+            log._stats = lambda now=now: now
             log._look(log._writer)
         assert read(tmp_path).noticed == [notice]
         assert len(read(tmp_path).counts) == num_before + 1
@@ -119,10 +123,20 @@ def test_the_variable_does_as_the_argument_and_the_secret_is_not_logged(tmp_path
     assert b"hush" not in worker_file(tmp_path, 0).read_bytes()
 
 
-def test_the_thread_writes_while_it_trains_and_ends_with_the_run(tmp_path):
+def test_the_thread_writes_while_it_trains_and_ends_with_the_run(tmp_path, monkeypatch):
+    """The first step wakes it, and no two threads write at once."""
+    monkeypatch.setattr(monitoring, "LOOK_EVERY_S", FOR_EVER_S)
     model = train(tmp_path)
     wait_until(lambda: read(tmp_path).counts, "a step is in the log")
+    log, stats, held = model._worker.monitoring, model._worker.stats(), []
+    log._stats = lambda: held.append(log._lock.locked()) or stats
+    log._wake.set()
+    wait_until(lambda: held, "it looks again")
     model.close()
+    assert len(held) > 1, "the end writes too"
+    assert all(held)
+    train(tmp_path / "idle", num_steps=0).close()
+    assert read(tmp_path / "idle").counts == [], "nothing has happened"
     model = train(None)  # and without a directory there is none
     assert (model._worker.monitoring._writer, model._worker.monitoring.page) == (None, None)
     model.close()

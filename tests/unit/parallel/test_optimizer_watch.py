@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gossipdp import Exchange
-from gossipdp.parallel.optimizer_watch import OptimizerWatch
+from gossipdp.parallel.optimizer_watch import OptimizerWatch, _is_between
 
 
 class Own(torch.optim.Optimizer):
@@ -145,6 +145,7 @@ ORDINARY = {
     "sums from 1": partial(torch.optim.Adagrad, initial_accumulator_value=1),
     "none": Own,
     "rate 0": partial(torch.optim.SGD, lr=0.0),
+    "one iteration": partial(torch.optim.LBFGS, lr=0.01, max_iter=1),  # alone it has no exchanges
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)  # each in one of them
 
@@ -210,6 +211,14 @@ def test_a_gradient_that_looks_like_the_parameter_proves_nothing(wrap, make, los
     sum(loss(each).sum() for each in net.parameters()).backward()
     optimizer.step()
     assert any(torch.allclose(each, before) for each in optimizer.state[weight].values())
+
+
+def test_a_copy_lies_between_the_values_before_and_after_the_step():
+    """But for a hundredth of their spread, which is the length of this step."""
+    before = torch.tensor([3.0, -3.0, 4.0, -4.0], dtype=torch.float64)
+    step = before.flip(0)
+    for at, is_copy in ((-0.02, False), (-0.005, True), (1.005, True), (1.02, False)):
+        assert _is_between(before + at * step, before, before + step) is is_copy, at
 
 
 def test_a_first_step_without_an_effect_gets_a_warning(wrap_sgd, caplog):

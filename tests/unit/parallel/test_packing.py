@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 from bitwise import assert_bitwise, there_and_back
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 from torch import Tensor
@@ -56,6 +56,7 @@ states = st.recursive(
 
 
 @given(states, st.sampled_from([0, 16, 1000]))
+@example({-(1 << 63): -(1 << 63) - 1, (1 << 64) - 1: [1 << 64, (1 << 2048) - 1]}, 16)
 @settings(max_examples=80, deadline=None)
 def test_what_comes_back_is_what_was_packed(state, inline_bytes):
     with pytest.MonkeyPatch.context() as patch:
@@ -82,10 +83,11 @@ WITHIN_ITSELF.append(WITHIN_ITSELF)
         (torch.ones(2).to_sparse(), r"state\['a'\]\[1\] is a torch.sparse_coo tensor"),
         (torch.ones(2, device="meta"), r"on meta, not dense data"),
         (torch.ones(2, dtype=torch.complex128), "torch.complex128, which cannot be saved"),
-        (1 << 5000, r"state\['a'\]\[1\] is an integer of more than 2048 bits"),
+        (1 << 2048, r"state\['a'\]\[1\] is an integer of more than 2048 bits"),
         ("\ud800", "surrogates"),
         (1j, r"builtins.complex"),
         ({1 << 64: 1}, r"a key of state\['a'\]\[1\] is a builtins.int, which cannot be saved"),
+        ({-(1 << 63) - 1: 1}, r"a key of state\['a'\]\[1\] is a builtins.int, which cannot"),
         (WITHIN_ITSELF, "nested deeper than 64, or within itself"),
     ],
 )

@@ -122,7 +122,8 @@ def test_an_optimizers_state_comes_back_as_it_was(alone):
 
 def test_parts_are_the_memory_itself(alone):
     mesh = init_device_mesh("cpu", (1,))
-    tensor = distribute_tensor(torch.zeros(3, 2), mesh)
+    tensor = nn.Parameter(distribute_tensor(torch.zeros(3, 2), mesh))
+    assert not local(tensor).requires_grad
     part = torch.ones(3, 2)
     again = as_sharded(tensor, part)
     assert local(again).data_ptr() == part.data_ptr()

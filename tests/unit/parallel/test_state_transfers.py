@@ -37,6 +37,7 @@ class Peers:
     def __init__(self) -> None:
         self.states: dict[int, list[Offer | Exception | None]] = {}
         self.asked: list[int] = []
+        self.patience: list[float] = []
         self.num_chunks_received = 0
         membership = SimpleNamespace(live=lambda: tuple(self.states))
         self.protocol = SimpleNamespace(rank=2, membership=membership)
@@ -51,6 +52,7 @@ class Peers:
 
     def fetch(self, peer, unfold, on_end, timeout_s):
         self.asked.append(peer)
+        self.patience.append(timeout_s)
         self.num_chunks_received += 1
         answers = self.states[peer]
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
@@ -115,6 +117,7 @@ def test_being_turned_away_for_ever_is_no_progress(peers, now):
     with pytest.raises(RendezvousError, match="hold NaN"):
         take(peers)
     assert 5.0 <= now[0] < 6.0
+    assert peers.patience[:5] == [1.0, 2.0, 4.0, 5.0, 5.0], "a step may take longer"
 
 
 def test_at_the_start_a_worker_waits_for_its_parent_and_passes_over_a_silent_one(peers, now):

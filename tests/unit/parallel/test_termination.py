@@ -123,6 +123,7 @@ def test_a_loader_s_process_that_is_signalled_too_breaks_no_step(terminable, tmp
     try:
         os.kill(loader.pid, signal.SIGKILL)
         os.waitid(os.P_PID, loader.pid, os.WEXITED | os.WNOWAIT)  # torch's handler would raise here
+        torch._C._error_if_any_worker_fails()  # it raises once: torch's handler was called
     except RuntimeError:
         TERMINATION._reset()  # else the model's end would bring the signal, and end all tests
         raise

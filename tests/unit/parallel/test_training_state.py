@@ -26,6 +26,7 @@ class Keeper(torch.optim.Optimizer):
     def step(self, closure=None):
         self.state["step"] = self.state.get("step", 0) + 1
         self.state["of all"] = [torch.randn(2), "text"]
+        self.state[f"of step {self.state['step']}"] = {"drawn": torch.randn(2)}
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
             state["exact"] = torch.randn(3, dtype=torch.float64)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpointing import step, steps_saved
+from clocks import Clock
 from torch import nn
 from waiting import wait_until
 
@@ -17,8 +18,9 @@ from gossipdp.dynamics.state import State
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.counters import Counters
 from gossipdp.launcher import rendezvous
+from gossipdp.launcher.environment import Environment
 from gossipdp.launcher.reports import ReportChannel, report_variables
-from gossipdp.parallel import pace
+from gossipdp.parallel import entry, pace
 from gossipdp.parallel.checkpoint import Counts, file_path
 from gossipdp.parallel.options import Exchange, Options
 from gossipdp.parallel.pace import MAX_LAG, Pace, is_rate_low
@@ -118,7 +120,7 @@ class Counting(Worker):
 
 def test_a_second_life_counts_what_the_first_trained_once():
     progress = Progress(0, 12)
-    progress.merge_all([ProgressEntry(0, 11, samples=50, steps=5), *OTHERS])
+    progress.merge_all([ProgressEntry(0, 11, samples=50, steps=5), *OTHERS], 0.0)
     worker = Counting()
     worker.arrive(progress, 0, Counts(step=7, steps=5, samples=50))
     for samples in (10, 10, 4):
@@ -130,14 +132,14 @@ def test_a_second_life_counts_what_the_first_trained_once():
 
 def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once(monkeypatch):
     worker, before = Counting(), Progress(3, 11)
-    before.merge_all(OTHERS)
+    before.merge_all(OTHERS, 0.0)
     worker.arrive(before, 3, Counts())
     for samples in (10, 20):
         worker.train(samples)
 
     def join() -> None:
         after = Progress(4, 12)
-        after.merge_all(before.news()[0])
+        after.merge_all(before.news()[0], 0.0)
         worker.arrive(after, 4, Counts())
 
     monkeypatch.setattr(worker, "_give_up_rank", lambda superseded: None)
@@ -152,6 +154,26 @@ def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once(monk
     assert worker._heard.by_rank() == {1: (80, 8), 2: (7, 1), 3: (30, 2), 4: (5, 1)}
 
 
+def test_a_replica_joins_under_a_rank_that_was_its_own_for_a_time_out(monkeypatch):
+    """Another one has the first that it was given, as it hears after 0.9 s."""
+    worker, clock, joined, given_up = Counting(), Clock(), [], []
+    worker.rank, worker._network = 3, SimpleNamespace(timeout_s=1.0)
+    worker._environment = Environment(world_size=5, num_shards=2)
+    disputed = SupersededError("another process has rank 3")
+
+    def check() -> None:
+        clock.now_s += 0.1
+        if len(joined) == 1 and clock.now_s > 0.85:
+            raise disputed
+
+    worker._thread, worker.replica.first_says = SimpleNamespace(check=check), lambda rank: rank
+    worker._join, worker._give_up_rank = lambda: joined.append(clock.now_s), given_up.append
+    monkeypatch.setattr(entry, "time", SimpleNamespace(monotonic=clock, sleep=lambda _: None))
+    worker._join_with_one_rank()
+    assert (given_up, worker._environment.rank) == ([disputed], 3)
+    assert [*joined, clock.now_s] == pytest.approx([0.0, 0.9, 1.9], abs=0.11)
+
+
 def test_only_the_first_model_of_a_script_says_where_to_join_it(wrap_sgd, monkeypatch):
     monkeypatch.setattr(rendezvous, "_numbers", count())
     with closing(ReportChannel()) as channel:
@@ -163,6 +185,9 @@ def test_only_the_first_model_of_a_script_says_where_to_join_it(wrap_sgd, monkey
         for worker in (first, second):
             worker._call(int)  # after that turn of its thread
         addresses = [each.addresses for each in channel.take() if each.addresses]
+        second.consolidate()
+        first.consolidate()
+        assert [each.consolidated for each in channel.take() if each.consolidated] == [True]
     own = first._protocol.membership.own
     assert addresses == 2 * [{0: (own.host, own.port)}]  # as it met, and from its thread
 
@@ -215,8 +240,10 @@ def test_a_joiner_whose_rank_was_taken_saves_under_another(linear, monkeypatch, 
 
 
 def test_a_joiner_whose_rank_was_taken_keeps_what_it_loads(linear, monkeypatch):
-    """To take another rank brings a live worker's values."""
-    model = linear()[0]
+    """To take another rank brings a live worker's values, and the state of its optimizers."""
+    model, optimizer = linear()
+    first = next(model.parameters())
+    optimizer.state[first]["momentum_buffer"] = torch.full_like(first, 5.0)
     worker, came = model._worker, []
     usual = worker._loop.hold
 
@@ -229,6 +256,8 @@ def test_a_joiner_whose_rank_was_taken_keeps_what_it_loads(linear, monkeypatch):
         came.append(error)
         for parameter in model.parameters():
             parameter.data.fill_(9.0)
+        optimizer.state[first]["momentum_buffer"].fill_(9.0)
+        optimizer.param_groups[0]["lr"] = 9.0
 
     monkeypatch.setattr(worker._loop, "hold", once_refused)
     monkeypatch.setattr(worker, "come_again", come_again)
@@ -239,6 +268,8 @@ def test_a_joiner_whose_rank_was_taken_keeps_what_it_loads(linear, monkeypatch):
     model.load_state_dict(loaded)
     assert len(came) == 1
     torch.testing.assert_close(dict(model.state_dict()), loaded)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert optimizer.state[first]["momentum_buffer"].eq(5.0).all()
 
 
 def test_a_joiner_that_loads_before_its_first_step_is_told_what_that_does(

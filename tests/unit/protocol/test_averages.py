@@ -1,11 +1,12 @@
 """One worker's part in averages of live workers, driven by hand."""
 
+import pytest
 from consolidation import epoch
 
 from gossipdp.protocol.actions import AverageEnded, FinishChunk, Forget, Send, SendPartial
 from gossipdp.protocol.averages import MAX_REQUESTS, LiveAverages
 from gossipdp.protocol.messages import AskAverage, Epoch, PullPartials, Stalled, TellAverage
-from gossipdp.protocol.reduction import GRACE
+from gossipdp.protocol.reduction import GRACE, REPEAT_AFTER, STALLED_AFTER, WINDOW
 
 NUM_CHUNKS = 9
 
@@ -64,11 +65,36 @@ def test_a_child_whose_values_are_of_no_use_is_left_out():
     root.cannot_give(epoch(1), 2, "NaN")
     actions = [action for _ in range(GRACE) for action in root.tick({1, 2}, {})]
     assert Send(1, ask(2, 0, 1)) in actions
+    assert root.cannot_give(epoch(1), 0, "NaN") == [], "that sum was given up"
     root.receive(1, TellAverage(epoch(2), 1))
     for chunk in range(NUM_CHUNKS):
         root.partial_landed(1, epoch(2), chunk)
         actions = root.chunk_finished(epoch(2), chunk)
     assert actions[-1] == AverageEnded(epoch(2), 2, {2: "NaN"})
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_child_that_only_tells_or_only_gives_is_left_out_and_the_other_is_not(tells):
+    root = worker(0)
+    root.ask({0, 1, 2})
+    for child in (1, 2) if tells else (1,):
+        root.receive(child, TellAverage(epoch(1), 1))
+    for child in (1,) if tells else (1, 2):
+        for chunk in range(WINDOW):
+            root.partial_landed(child, epoch(1), chunk)
+    actions = [each for _ in range(STALLED_AFTER + GRACE) for each in root.tick({1, 2}, {})]
+    assert Send(1, ask(2, 0, 1)) in actions
+
+
+def test_in_each_sum_a_worker_repeats_its_words_and_forgets_a_caller_that_died():
+    inner, first = worker(1), ask(1, 0, 1, 2, 3, 4)
+    inner.receive(0, first)
+    (told,) = inner.receive(2, ask(1, 2, 1, 3))
+    assert told == Send(2, TellAverage(epoch(1, 2), 1))
+    again = [each for _ in range(REPEAT_AFTER) for each in inner.tick(range(5), {})]
+    assert again == [Send(3, first), Send(4, first), told]
+    assert inner.link_lost(2) == [told]
+    assert inner.review({0, 1, 3, 4}) == [Forget(epoch(1, 2))]
 
 
 def test_the_silent_are_not_waited_for_and_are_named():
@@ -105,6 +131,6 @@ def test_who_takes_part_in_many_sums_says_that_it_cannot_in_one_more():
     for caller in range(MAX_REQUESTS):
         leaf.receive(caller, ask(1, caller, last))
     (refused,) = leaf.receive(last - 1, ask(1, last - 1, last))
-    reason = f"it takes part in {MAX_REQUESTS} averages already"
+    reason = "it takes part in 64 averages already"
     assert refused == Send(last - 1, Stalled(epoch(1, last - 1), last, True, reason))
     assert leaf.sum_of(epoch(1, last - 1)) is None

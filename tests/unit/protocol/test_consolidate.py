@@ -133,7 +133,11 @@ def test_a_result_is_sent_once_an_epoch_and_link_and_never_beyond_what_there_is_
     asks = say.PullResults(epoch(1), epoch(1), 0, 2)
     assert machine.receive(1, asks)[-2:] == sent[:2]
     assert machine.receive(1, asks) == [], "they are on their way"
-    assert machine.receive(1, say.PullResults(epoch(1), epoch(1), 1, 9)) == sent[2:]
+    further = say.PullResults(epoch(1), epoch(1), 1, 9)
+    assert machine.receive(1, further) == sent[2:]
+    assert ticks(machine, 1) == [do.Send(1, say.Progressed(epoch(1), 1))]
+    machine.receive(1, further)
+    assert ticks(machine, 1) == [], "a repetition brings nothing further"
     again = machine.receive(1, say.PullResults(epoch(2), epoch(1), 0, 9))
     assert [each for each in again if isinstance(each, do.SendResult)] == sent
     machine.link_lost(1)
@@ -145,7 +149,9 @@ def test_who_has_led_stays_while_one_lives_that_was_no_member():
     """One that is lower came: it leads from now on."""
     machine = worker(1, num_chunks=0, among=view(3, worker0=Status.DEAD))
     assert do.Commit(epoch(1, 1), 0.0, 2) in machine.receive(2, say.Distance(epoch(1, 1), 0.0))
-    machine.review(view(3))
+    tells = do.Send(0, say.NewerEpoch(epoch(1, 1)))
+    assert machine.review(view(3)) == [tells]
+    assert machine.link_lost(0) == [tells], "it may be lost"
     assert machine.receive(2, say.Committed(epoch(1, 1))) == []
     assert not machine.is_finished
 
@@ -182,6 +188,9 @@ def test_what_was_asked_in_vain_is_asked_again():
     machine.result_landed(0, epoch(1), 0, 0.0)
     assert ticks(machine, REPEAT_AFTER - 1) == [], "it was not in vain"
     assert ticks(machine, 1) == [do.Send(0, pull_results(1, 1))]
+    leader, pull = worker(0, among=view(3)), say.PullPartials(epoch(1), 0, 2)
+    words = [do.Send(child, word) for child in (1, 2) for word in (begin(1, 0, 1, 2), pull)]
+    assert ticks(leader, REPEAT_AFTER) == words
 
 
 def test_a_sum_that_was_given_up_takes_nothing_more():

@@ -121,7 +121,7 @@ def test_questions_answers_and_verdicts_are_those_of_a_model_after_every_event(
                 if watch is not None:
                     watch.is_refused |= event == "refused"
                 if watch is not None and watch.deadline is None:
-                    watch.inquire_at = max(now, watch.not_before)
+                    watch.inquire_at = now
             case "gone":
                 actions, expected, watch = made.gone(1), tell(is_heard=False), None
             case "link lost":
@@ -192,6 +192,24 @@ def test_only_the_watched_are_judged():
     for now, dead in [(TIMEOUT_S, [2]), (5.0 + TIMEOUT_S, [2, 3])]:
         assert made.poll(now) == []
         assert found_dead(made) == dead
+
+
+def test_questions_about_two_workers_are_answered_each_in_its_own_time():
+    made = detector(live=[2], linked=[1])
+    assert made.receive(7, AskLife(1, 5), 0.0) == []
+    assert made.receive(7, AskLife(2, 6), 0.0) == [Reach(2, "10.0.0.2", 4002)]
+    assert made.poll(REACH_S) == [Send(7, TellLife(2, 6, is_heard=False))]
+    assert made.poll(TIMEOUT_S) == [Send(7, TellLife(1, 5, is_heard=False))]
+
+
+def test_no_inquiry_waits_for_a_witness_that_refuses():
+    made = detector(1, 2, linked=[3])
+    assert len(made.poll(ASKED_AT)) == 4, "the third is asked about both, and they about each other"
+    for suspect, witness in ((1, 2), (2, 1)):
+        made.receive(witness, TellLife(suspect, counter=suspect, is_heard=False), ASKED_AT)
+    made.dial_failed(3, ASKED_AT, is_refused=True)
+    made.poll(TIMEOUT_S)
+    assert found_dead(made) == [1, 2]
 
 
 def test_of_those_not_known_to_live_nothing_is_heard_and_nothing_kept():

@@ -176,6 +176,8 @@ def test_a_forgotten_life_is_not_lived_again():
     assert first_incarnation(KNOWN, 5, ended) == (5, 2)
     still_known = ProgressEntry(0, 77, 10, 1)
     assert first_incarnation(KNOWN, 0, [still_known]) == (0, 3)
+    lives = [ProgressEntry(0, life << 32, 10, 1) for life in (1 + LEAP, 2 + LEAP)]
+    assert first_incarnation(KNOWN, 0, lives) == (0, 2 + LEAP), "the others drop a record above it"
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,20 @@ def test_a_proposal_parks_lower_ranks_refuses_higher_and_in_vain_accepts_the_old
     assert pairing.backlog == 1
 
 
+def test_one_that_all_refuse_asks_again_at_the_2nd_4th_and_8th_tick_since_an_exchange():
+    pairing = proposing()
+    for _ in range(2):
+        asked = []
+        for number in range(10):
+            if number and pairing.tick():
+                asked.append(number)
+            while isinstance(pairing.state, Proposing):
+                pairing.receive(pairing.state.peer, say.Busy(pairing.state.id))
+        assert asked == [2, 4, 8]
+        pairing.receive(2, ask(2))
+        pairing.finished(ask(2).id)
+
+
 def test_crossing_proposals_merge_into_that_of_the_lower_rank():
     higher = proposing(4)
     assert higher.receive(2, ask(2)) == [*accepted(2), busy(4)]

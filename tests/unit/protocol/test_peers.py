@@ -258,7 +258,7 @@ def test_silence_news_rests_and_the_next_deadline_are_those_of_a_model_after_eve
                 for each in links:
                     check_sent(peers.wrap(each, Heartbeat(), now))
             case "work":
-                progress.merge_all([ProgressEntry(2, 72, number, number)])
+                progress.merge_all([ProgressEntry(2, 72, number, number)], now)
             case "news":
                 membership.merge(Member(1, number, 70))
             case "urgent":

@@ -7,7 +7,7 @@ from driven_worker import TIMEOUT_S, ask, make_worker, member, of_type, run, sai
 
 from gossipdp.protocol import messages as say
 from gossipdp.protocol.actions import Notice, Send, Stop, Unlink
-from gossipdp.protocol.members import Member, ProgressEntry, Status
+from gossipdp.protocol.members import Member, ProgressEntry, Status, first_incarnation
 from gossipdp.protocol.worker import WorkerProtocol
 
 
@@ -218,7 +218,7 @@ def test_news_of_a_thousand_travels_in_parts_that_all_arrive():
     many = crowd(1000, Status.JOINING)  # no graph of a thousand, which takes seconds
     worker.membership.merge_all(many)
     entries = [ProgressEntry(rank, 2**63 - 1, 2**53, 2**53) for rank in range(6, 1006)]
-    worker.progress.merge_all(entries)
+    worker.progress.merge_all(entries, 0.0)
     now = 0.0
     while other.membership.get(many[-1].rank) is None or len(other.progress.by_rank()) < 1000:
         now += 0.3
@@ -238,7 +238,19 @@ def test_a_joiner_is_told_of_the_living_of_thousands_in_one_message():
     worker.membership.merge_all(many)
     for each in many[:-1]:
         worker.membership.declare_dead(each.rank)
+    entries = (ProgressEntry(each.rank, each.process_id, 2**53, 2**53) for each in many)
+    worker.progress.merge_all(entries, 0.0)
     answer = worker.answer_joiner()
+    assert len(answer.members) == len(answer.progress) == say.MAX_RECORDS
     assert len(say.encode(say.Envelope(answer))) < MAX_CONTROL_BYTES
     told = {each.rank for each in say.decode(say.encode(say.Envelope(answer))).message.members}
     assert told >= {0, 1, 2, 3, 4, 5, many[-1].rank}, "so that it takes the rank after the highest"
+
+
+def test_a_joiner_is_told_of_the_latest_of_a_forgotten_ranks_thousands_of_lives():
+    """Else it has the incarnation and the seed of one before it once more."""
+    worker = make_worker(0, 2)
+    lives = (ProgressEntry(6, life << 32 | 77, 10, 1) for life in range(2000))
+    worker.progress.merge_all(lives, 0.0)
+    answer = worker.answer_joiner()
+    assert first_incarnation(answer.members, None, answer.progress) == (6, 2000)

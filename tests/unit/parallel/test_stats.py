@@ -1,0 +1,39 @@
+"""A worker that ends by itself, and that its run has no average."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from gossipdp.gossip.counters import Counters
+from gossipdp.links.clock import since_boot_s
+from gossipdp.parallel.stats import warn_of_no_average
+from gossipdp.protocol.actions import Notice
+from gossipdp.protocol.members import Member, Status
+
+ALIVE, DONE, LEFT, DEAD = Status.ALIVE, Status.DONE, Status.LEFT, Status.DEAD
+
+
+@pytest.mark.parametrize(
+    ("statuses", "lost_ago_s", "is_early", "speakers"),
+    [
+        ([ALIVE], None, False, []),  # its own parameters are the average
+        ([ALIVE, ALIVE], None, False, [0]),
+        ([DEAD, ALIVE], 4.0, False, []),  # 0 has ended as 1 does, and has said it
+        ([DEAD, ALIVE], 6.0, False, [1]),  # 0 was killed long ago
+        ([LEFT, ALIVE], None, False, [1]),
+        ([DONE, ALIVE], None, False, [1]),
+        ([ALIVE, ALIVE], None, True, [0, 1]),
+    ],
+)
+def test_a_run_without_an_average_is_said_by_the_first_and_by_those_that_leave_others(
+    caplog, statuses, lost_ago_s, is_early, speakers
+):
+    """``speakers``: those that would say it, of the workers that are alive."""
+    members = [Member(rank, 0, 70 + rank, status) for rank, status in enumerate(statuses)]
+    lost = () if lost_ago_s is None else (Notice(0, "lost", since_boot_s() - lost_ago_s),)
+    seen = SimpleNamespace(members=members, counters=Counters(noticed=lost))
+    for each in members:
+        if each.status is ALIVE:
+            warn_of_no_average(each.rank, seen, is_early, timeout_s=5.0, newest=None)
+    said = [f"worker {rank} ends without consolidate()" for rank in speakers]
+    assert [message.partition(": ")[0] for message in caplog.messages] == said
