@@ -59,6 +59,7 @@ CALM, BOTH = (f"{more(LONG[each, 'gossipdp'], LONG[each, 'ddp']):.0f}" for each 
 BELOW, BELOW_DILOCO = (
     f"{100 * (1 - RACE_300[WORST][row]['loss_ratio']):.1f}" for row in ("ddp", "diloco_torchft@16")
 )
+BUSY_CALM = {row: f"{each['loss']:.3f}" for row, each in result("race_busy")["calm"].items()}
 IN_CALM = [[run["result"]["loss"] for run in row["runs"]] for row in RACE["calm"].values()]
 KEPT = [
     min(found["samples_ratio"] for row, found in RACE[name].items() if "torchft" in row)
@@ -297,6 +298,9 @@ PHRASES = {
         f"{CALM}% above DDP in the calm ({LONG['calm', 'gossipdp']:.3f} and "
         f"{LONG['calm', 'ddp']:.3f}), and {BOTH}% above it with both faults "
         f"({LONG[WORST, 'gossipdp']:.3f} and {LONG[WORST, 'ddp']:.3f}).",
+        f"DDP ended at {BUSY_CALM['ddp']}, its bf16 hook at {BUSY_CALM['ddp_bf16']}, gossipdp at "
+        f"{BUSY_CALM['gossipdp']}, and torchft's LocalSGD, whose rate may be too low there, at "
+        f"{BUSY_CALM['local_sgd_torchft@16']}.",
         f"Runs of one row differ by {max(more(max(each), min(each)) for each in IN_CALM):.0f}%,",
     ],
     "docs/comparison.md": [
