@@ -127,19 +127,23 @@ def tuned() -> str:
     )
 
 
+def finished(name: str, seconds: float) -> list[Run]:
+    """Return the runs of so many seconds in a file of finished runs."""
+    runs = FinishedRuns(RESULTS / f"{name}.jsonl", Run, lambda run: run.settings.key)
+    return [run for run in runs.known.values() if run.settings.seconds == seconds]
+
+
 def decay(kind: str, seconds: float) -> str:
     """Return the losses of calm runs by weight decay: a line a row, the least one bold.
 
     kind: of runs, for whose length the rows are tuned, as in ``race_choices.json``.
     """
-    tuning = FinishedRuns(RESULTS / "race_tuning_55.jsonl", Run, lambda run: run.settings.key)
     losses: dict[str, dict[float, float]] = {}
     for row, choice in read_choices()[kind].items():
-        for run in tuning.known.values():
+        for run in finished("race_tuning_55", seconds):
             settings = run.settings
-            of = (settings.row, settings.condition, settings.seconds)
-            own = (settings.learning_rate, settings.outer)
-            if of == (row, CALM, seconds) and own == (choice.learning_rate, choice.outer):
+            of = (settings.row, settings.condition, settings.learning_rate, settings.outer)
+            if of == (row, CALM, choice.learning_rate, choice.outer):
                 losses.setdefault(row, {})[settings.weight_decay] = run.loss
     decays = sorted(set().union(*losses.values()), reverse=True)
     lines = []
@@ -158,8 +162,8 @@ Row: TypeAlias = dict[str, Any]
 @cache
 def result(name: str) -> dict[str, Any]:
     """Return the contents of a results file."""
-    stored: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
-    return dict(stored.get("result", stored))  # older files have no frame
+    contents: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+    return dict(contents.get("result", contents))  # older files have no frame
 
 
 def above(row: Row, base: Row, figure: str = "loss") -> float:
@@ -173,16 +177,13 @@ def by_seed(row: Row, base: Row) -> str:
     return ", ".join(f"{100 * each:+.1f}" for each in shares)
 
 
-def at_equal_time(row: Row, _: Row) -> str:
-    """Return the loss at equal time, and its range."""
-    return Spread.of(run["time"]["loss"] for run in row["runs"]).text(".3f")
-
-
 FIGURES: dict[str, Callable[[Row, Row], str]] = {
     "bits a byte": lambda row, _: f"{row['loss']:.3f} ± {row['loss_std']:.3f}",
     "above DDP": lambda row, ddp: "" if row is ddp else f"{above(row, ddp):+.1f}%",
     "by seed": lambda row, ddp: "" if row is ddp else by_seed(row, ddp),
-    "loss at equal time": at_equal_time,
+    "loss at equal time": lambda row, _: Spread.of(run["time"]["loss"] for run in row["runs"]).text(
+        ".3f"
+    ),
     "loss at equal tokens": lambda row, _: f"{row['loss']:.3f}",
     "exchanges a step": lambda row, _: f"{row['comm_rate']:.2f}",
     "bytes": lambda row, _: f"{row['bytes_per_parameter_step']:.2f}",

@@ -7,10 +7,8 @@ import re
 
 import pages
 import pytest
-from page_phrases import PHRASES, UNMEASURED
-from pages import MARKED, PAGES, ROOT, SUMMARY, TABLES, result, rewritten
-
-RACE = result("race")
+from page_phrases import PHRASES, RACE, UNMEASURED
+from pages import MARKED, PAGES, ROOT, SUMMARY, TABLES, rewritten
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

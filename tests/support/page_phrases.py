@@ -10,13 +10,10 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
-from pages import FIGURES, SUMMARY, above, by_seed, result
+from pages import FIGURES, SUMMARY, Row, above, by_seed, finished, result
 from quality_simulated import ROWS, Runs, Setting, paired_difference, result_of
-from race_report import Run
-from support.finished_runs import FinishedRuns, loss_of
+from support.finished_runs import loss_of
 from support.report import RESULTS, Spread
-
-Row = dict[str, Any]
 
 
 def rows(name: str) -> dict[str, Row]:
@@ -49,16 +46,19 @@ def more(figure: float, than: float) -> float:
 # The race
 
 RACE, RACE_300, WORST = result("race"), result("race_300"), "kills10_moving"
-OLDER = FinishedRuns(RESULTS / "race_55.jsonl", Run, lambda run: run.settings.key).known.values()
 LONG = {
     (run.settings.condition, run.settings.row): run.loss
-    for run in OLDER
-    if run.settings.seconds == 300 and run.settings.weight_decay == 0.1
+    for run in finished("race_55", 300.0)
+    if run.settings.weight_decay == 0.1
 }
 CALM, BOTH = (f"{more(LONG[each, 'gossipdp'], LONG[each, 'ddp']):.0f}" for each in ("calm", WORST))
 BELOW, BELOW_DILOCO = (
     f"{100 * (1 - RACE_300[WORST][row]['loss_ratio']):.1f}" for row in ("ddp", "diloco_torchft@16")
 )
+TRIED = finished("race_tuning_55", 100.0)
+AFTER_100_S = {
+    row: min(run.loss for run in TRIED if run.settings.row == row) for row in ("ddp", "gossipdp")
+}
 BUSY_CALM = {row: f"{each['loss']:.3f}" for row, each in result("race_busy")["calm"].items()}
 IN_CALM = [[run["result"]["loss"] for run in row["runs"]] for row in RACE["calm"].values()]
 KEPT = [
@@ -298,6 +298,7 @@ PHRASES = {
         f"{CALM}% above DDP in the calm ({LONG['calm', 'gossipdp']:.3f} and "
         f"{LONG['calm', 'ddp']:.3f}), and {BOTH}% above it with both faults "
         f"({LONG[WORST, 'gossipdp']:.3f} and {LONG[WORST, 'ddp']:.3f}).",
+        "DDP ended at {ddp:.3f} bits a byte, gossipdp at {gossipdp:.3f};".format(**AFTER_100_S),
         f"DDP ended at {BUSY_CALM['ddp']}, its bf16 hook at {BUSY_CALM['ddp_bf16']}, gossipdp at "
         f"{BUSY_CALM['gossipdp']}, and torchft's LocalSGD, whose rate may be too low there, at "
         f"{BUSY_CALM['local_sgd_torchft@16']}.",

@@ -161,13 +161,12 @@ def run(arguments: RunArguments) -> int:
 
     def look() -> None:
         nonlocal num_shown, say_waits_at_s
-        running = [shown_rank(worker.rank) for worker in supervisor.running]
-        some_ended = len(running) < plan.num_local
+        some_ended = len(supervisor.running) < plan.num_local
         if supervisor.is_complete and some_ended and not supervisor.ending:
             say_waits_at_s = say_waits_at_s or time.monotonic() + SAY_WAITS_AFTER_S
             if time.monotonic() > say_waits_at_s:
                 say_waits_at_s = math.inf  # said once
-                who = " and ".join(f"worker {rank}" for rank in running)
+                who = supervisor.who_runs
                 _tell(f"the run is complete; waiting for {who} to end, unless Ctrl+C ends it")
         spares.follow(supervisor)
         known = [network.addresses for network in plan.join_infos]

@@ -149,6 +149,11 @@ class Supervisor:
         return [worker for worker in self.workers if worker.runs]
 
     @property
+    def who_runs(self) -> str:
+        """Return the running workers, as a sentence names them."""
+        return " and ".join(f"worker {shown_rank(worker.rank)}" for worker in self.running)
+
+    @property
     def ending(self) -> bool:
         return self._kill_at is not None
 
@@ -195,15 +200,12 @@ class Supervisor:
         return self._plan.others_elsewhere or self._some_ended_well or self.is_complete
 
     def run(self, on_step: Callable[[], None] = lambda: None) -> int | None:
-        """Start all workers, call ``on_step`` all the while, and return when all have ended.
+        """Start all workers, and return once all have ended: the signal that ended the run, if any.
 
         At SIGINT and SIGTERM the workers get it too, and SIGTERM at SIGHUP: those that save do so,
         and no worker shows a traceback. A second SIGINT kills them; others come twice where a shell
-        or a launcher signals its group too. If ``on_step`` raises, the
+        or a launcher signals its group too. ``on_step`` is called all the while; if it raises, the
         workers are ended and the error is raised.
-
-        Returns:
-            The signal that ended the run, None if none did.
         """
         with signals_noted() as self._caught:
             try:
@@ -263,9 +265,8 @@ class Supervisor:
                         worker.close()
             elif now >= self._say_waits_at and self.running:
                 self._say_waits_at = math.inf  # said once
-                who = " and ".join(f"worker {shown_rank(worker.rank)}" for worker in self.running)
-                most_s, them = math.ceil(due_at - now), "them" if " and " in who else "it"
-                text = f"waiting at most {most_s} s for {who} to end; Ctrl+C kills {them}"
+                most_s, them = math.ceil(due_at - now), "them" if self.running[1:] else "it"
+                text = f"waiting at most {most_s} s for {self.who_runs} to end; Ctrl+C kills {them}"
                 self._on_sentence(text)
         return bool(self.running or self._due)
 

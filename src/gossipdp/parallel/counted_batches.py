@@ -22,6 +22,7 @@ from gossipdp.parallel.checkpointer import Checkpointer
 from gossipdp.parallel.data_position import DataPosition
 from gossipdp.parallel.entry import Entry
 from gossipdp.parallel.schedule import set_rates
+from gossipdp.parallel.stats import LATER_SHARE
 
 logger = logging.getLogger("gossipdp")
 
@@ -172,6 +173,10 @@ class CountedBatches:
         self._count_round()
         budget = math.inf if self.budget_samples is None else self.budget_samples
         return self._is_closed or self._has_ended(budget)
+
+    def exceeds_epochs(self, samples: int) -> bool:
+        """Return if so many are far beyond ``epochs()``, which count this worker's own dataset."""
+        return self._num_epochs > 0 and samples > (1 + LATER_SHARE) * (self.budget_samples or 0)
 
     def _count_round(self) -> None:
         """Warn once, if many rounds of the user's loop have made no step."""

@@ -252,8 +252,7 @@ class Entry:
         status = Status.JOINING if is_joining else Status.ALIVE
         status_place = ("", 0) if self._page is None else self._page.announced(host)
         places = host, listener.getsockname()[1], *status_place
-        is_on_card = self._state.device.is_queued
-        share = TAKEN_SHARE_ON_CARD if is_on_card else TAKEN_SHARE_BELOW_ONE
+        share = TAKEN_SHARE_ON_CARD if self._state.device.is_queued else TAKEN_SHARE_BELOW_ONE
         self._protocol = protocol = WorkerProtocol(
             own=Member(
                 self.rank, self.incarnation, process_id, status, *places, restarts=self._restarts

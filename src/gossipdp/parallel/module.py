@@ -22,7 +22,7 @@ from gossipdp.parallel.checkpointer import Stateful
 from gossipdp.parallel.counted_batches import arguments, dataset_size
 from gossipdp.parallel.hooks import check_arguments, checked_optimizers
 from gossipdp.parallel.options import Checkpoints, Counting, Exchange, Monitor, Network, Options
-from gossipdp.parallel.stats import LATER_SHARE, Consolidated, Stats, warn_of_steps_after
+from gossipdp.parallel.stats import Consolidated, Stats, warn_of_steps_after
 from gossipdp.parallel.worker import Worker
 from gossipdp.rules import WireFormatName, at_least_1, whole_number
 
@@ -374,14 +374,12 @@ class GossipDataParallel(nn.Module):
         known = {member.rank: member.gradient_steps for member in self._worker.view()}
         began_s = time.monotonic()
         result = self._worker.consolidate(math.inf if timeout_s is None else timeout_s)
-        is_short = time.monotonic() - began_s <= self._worker.options.network.timeout_s
+        has_waited = time.monotonic() - began_s > self._worker.options.network.timeout_s
         self._consolidated = result
         self._worker.checkpointer.take_last(is_averaged=True)
-        # The wrapper's budget is that of all workers; epochs() counts this worker's own dataset. If
-        # it hardly waited, what exceeds that was late news: counts take a while through a graph.
-        given, budget = self._worker.options.budget_samples, self._worker.batches.budget_samples
-        of_epochs = math.inf if given is not None or budget is None or is_short else budget
-        if not is_common_end or result.samples > (1.0 + LATER_SHARE) * of_epochs:
+        # If it hardly waited, what exceeds its epochs was late news: counts take a while to spread.
+        goes_beyond = has_waited and self._worker.batches.exceeds_epochs(result.samples)
+        if not is_common_end or goes_beyond:
             warn_of_steps_after(self.rank, known, result)
         self._worker.monitoring.ended(result)
         self.close()
