@@ -6,6 +6,7 @@ import sys
 from unittest import mock
 
 import pytest
+from waiting import wait_until
 
 import gossipdp.integrations.ray as integration
 from gossipdp.errors import RendezvousError, WorkerFailedError
@@ -86,8 +87,8 @@ def test_a_second_start_joins_the_others_by_their_latest_addresses(meeting):
     store = connect(first[0], 10)
     for rank in range(3):
         store.set(ready_key(first[0].key_prefix, rank), "1")
-    store.get(ready_key(first[0].key_prefix, 2))  # set() does not wait until the store has it
-    assert meeting.has_begun()
+    # The store answers a moment before the thread that made it hands it to the meeting.
+    wait_until(meeting.has_begun, "the meeting has seen that all have begun")
     meeting.note_addresses({0: ("10.0.0.1", 1), 1: ("10.0.0.2", 2), 2: ("10.0.0.3", 3)})
     again = Environment.read(meeting.variables(1))
     assert (again.rank, again.num_restarts) == (1, 1)
