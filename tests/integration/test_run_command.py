@@ -113,22 +113,19 @@ def test_a_killed_worker_is_started_again_in_the_spare_and_told_where_the_others
 
         def spare() -> int | None:
             """Return the process that is kept, once all workers train."""
-            others = {each.pid for each in supervisor.children()} - set(live().values())
-            return others.pop() if len(live()) == 3 and len(others) == 1 else None
+            workers = set(live().values())  # once, and first: one may write its file now
+            others = {each.pid for each in supervisor.children()} - workers
+            return others.pop() if len(workers) == 3 and len(others) == 1 else None
 
         for victim, others in ((2, {0, 1}), (1, {0, 2}), (1, {0, 2})):
-            run.wait_for(spare)
-            kept = spare()
-            assert kept is not None
+            kept = run.wait_for(spare)
             os.kill(live()[victim], signal.SIGKILL)
             run.wait_for((files / f"life-{victim}-{kept}").exists)
             joins = json.loads((files / f"joined-{victim}-{kept}").read_text())
             assert all(joins[str(rank)][1] == 1000 + rank for rank in others)
             assert os.getpgid(kept) == kept
             assert psutil.Process(kept).ppid() == run.process.pid
-        run.wait_for(spare)
-        left = spare()
-        assert left is not None
+        left = run.wait_for(spare)
         (files / "end").touch()
         assert run.process.wait(LONGEST_S) == 0, run.output.read_text()
     assert not runs(left)

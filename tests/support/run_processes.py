@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, Self
 
 import psutil
-from waiting import LONGEST_S, wait_until
+from waiting import LONGEST_S, T, wait_until
 
 # The environment, but for what a launcher around the tests themselves may have set. Warnings are
 # errors in these processes as in the tests.
@@ -114,16 +114,16 @@ class RunCommand:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def wait_for(self, condition: Callable[[], object]) -> None:
-        """Wait until it is so; fails if the command ends before that."""
+    def wait_for(self, condition: Callable[[], T | None]) -> T:
+        """Wait until it is so, and return it; fails if the command ends before that."""
 
-        def holds() -> object:
+        def holds() -> T | None:
             if held := condition():
                 return held
             assert self.process.poll() is None, self.output.read_text()
-            return False
+            return None
 
-        wait_until(holds, self.output.read_text)
+        return wait_until(holds, self.output.read_text)
 
     def stop(self) -> None:
         if self.process.poll() is None:

@@ -2,9 +2,12 @@
 
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 LONGEST_S = 100.0  # less than the time-outs of a test and of its workers: this one says more
 FOR_EVER_S = 3600.0  # longer than a test may last: what sleeps so long is ended by another
+
+T = TypeVar("T")
 
 
 def pause() -> None:
@@ -13,14 +16,18 @@ def pause() -> None:
 
 
 def wait_until(
-    condition: Callable[[], object],
+    condition: Callable[[], T | None],
     what: str | Callable[[], str],
     meanwhile: Callable[[], object] = pause,
     longest_s: float = LONGEST_S,
-) -> None:
-    """Do ``meanwhile`` until ``condition()`` holds; fail after ``longest_s`` with ``what``."""
+) -> T:
+    """Do ``meanwhile`` until ``condition()`` holds, and return what it returned.
+
+    Fails after ``longest_s`` with ``what``.
+    """
     deadline_s = time.monotonic() + longest_s
-    while not condition():
+    while not (held := condition()):
         if time.monotonic() > deadline_s:
             raise AssertionError(f"not in {longest_s:g} s: {what() if callable(what) else what}")
         meanwhile()
+    return held
