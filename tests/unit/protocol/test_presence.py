@@ -50,8 +50,9 @@ def test_who_is_asked_of_one_that_refuses_answers_and_asks_nobody():
 def test_bad_news_of_a_peer_on_a_good_link_leaves_the_link():
     worker = make_worker(0, 2)
     dead = (member(rank, Status.DEAD) for rank in (2, 3))
-    actions = worker.receive(0, tell(*dead), 0.5)
+    actions = worker.receive(0, tell(*dead), 0.4)
     assert of_type(actions, Unlink) == []
+    assert worker.pairing.available.keys() == {0}
     assert [notice.number for notice in of_type(actions, Notice)] == [1, 2]
     actions += run(worker, 0.5, 0.6, [0, 2])
     told = [action.message.members for action in of_type(actions, Send) if action.peer == 2]
@@ -187,6 +188,15 @@ def test_the_notices_are_those_of_a_model_after_every_event(first, events):
         num_noticed += len(found)
 
 
+def test_all_links_that_fall_silent_at_once_are_noticed():
+    watcher = Watcher()
+    watcher.look(1.0, Member(1, 0, 101), Member(2, 0, 102))
+    for rank in (1, 2):
+        watcher.presence.linked(rank, 1.0)
+    noticed = watcher.look(1.0 + TIMEOUT_S)
+    assert noticed == [Notice(rank, "silent", 6.0, rank, TIMEOUT_S) for rank in (1, 2)]
+
+
 def test_a_new_process_does_not_inherit_the_rest_of_the_former_one():
     watcher = Watcher()
     watcher.look(1.0, Member(1, 0, 101))
@@ -197,12 +207,12 @@ def test_a_new_process_does_not_inherit_the_rest_of_the_former_one():
 
 
 def test_nothing_stays_of_a_joiner_that_is_forgotten():
-    watcher, joiner = Watcher(), Member(7, 0, 107)
-    watcher.look(1.0, Member(1, 0, 101), joiner)
-    for rank in (1, 7):
+    watcher, joiners = Watcher(), (7, 8)
+    watcher.look(1.0, Member(1, 0, 101), *(Member(rank, 0, 100 + rank) for rank in joiners))
+    for rank in (1, *joiners):
         watcher.presence.linked(rank, 1.0)
         watcher.peers.drop(rank)
-    watcher.look(2.0, Member(7, 0, 107, Status.DEAD))
+    watcher.look(2.0, *(Member(rank, 0, 100 + rank, Status.DEAD) for rank in joiners))
     for number in range(1, 26):
         assert watcher.membership.get(7) is not None
         watcher.look(1.0 + number * TIMEOUT_S)
@@ -275,7 +285,9 @@ def test_of_two_processes_that_live_the_one_with_the_lower_id_ends(is_higher):
 def test_a_ghost_is_outbid(is_refused):
     worker = make_worker(0, 2)
     worker.receive(0, tell(RIVAL), 0.5)
-    worker.dial_failed(1, 0.6 if is_refused else 1.5, is_refused=is_refused)
+    now = 0.6 if is_refused else 1.5
+    worker.dial_failed(1, now, is_refused=is_refused)
+    assert said(worker.poll(now)) == [], "nobody is asked whether this worker itself lives"
     actions = run(worker, 1.5, 15.6, [0, 2])
     assert of_type(actions, Superseded) == []
     assert worker.incarnation == 2 == worker.pairing.incarnation
@@ -336,6 +348,16 @@ def test_a_joiner_that_has_parameters_says_so_at_once():
     }
     alive = (joiner.membership.own,)
     assert told == {0: alive, 2: alive}
+
+
+def test_one_that_leaves_says_so_at_once():
+    """Its process ends then, maybe before the next heartbeat."""
+    worker = make_worker(0, 2)
+    worker.receive(0, tell(*(member(rank, Status.LEFT) for rank in (0, 2, 3, 4, 5))), 0.5)
+    worker.poll(1.0)
+    actions = of_type(worker.done(1.0), Send)
+    left = (member(1, Status.LEFT),)
+    assert {each.peer: each.message.members for each in actions} == {0: left, 2: left}
 
 
 def test_a_joiner_whose_rank_is_taken_is_told_at_once():

@@ -46,6 +46,7 @@ def test_an_epoch_out_of_all_order_closes_the_link():
     epoch = say.Epoch(2**40, 0, 7)
     actions = worker.receive(2, say.Envelope(say.NewerEpoch(epoch)), 0.2)
     assert [action.peer for action in of_type(actions, Unlink)] == [2]
+    assert of_type(worker.poll(0.3), Unlink) == [], "it is judged once"
 
 
 def test_a_sleep_within_an_exchange_is_no_gap_between_its_bytes():
@@ -154,6 +155,7 @@ def test_an_exchange_with_one_that_still_trains_keeps_nobody_out_of_the_average(
     worker.receive(2, ask(2), 0.3)
     worker.receive(2, tell(member(2, status)), 0.4)
     begin = say.BeginEpoch(say.Epoch(1, 0, 70), ((0, 70), (1, 71)), None, waits_for_all=False)
+    worker.receive(0, say.Envelope(say.NewerEpoch(begin.epoch)), 0.45)  # which waits too
     actions = worker.receive(0, say.Envelope(begin), 0.5)
     assert [stop.peer for stop in of_type(actions, Stop)] == ([2] if trains else [])
     assert worker.consolidation.has_begun is trains
