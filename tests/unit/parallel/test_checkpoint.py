@@ -174,9 +174,10 @@ def test_a_damaged_file_is_passed_over(run, tmp_path, caplog, is_cut):
 
 def test_another_model_or_optimizer_is_refused(run, wrap, tmp_path):
     run(tmp_path, stop_after=5)
-    net, other = Net(), nn.Linear(2, 2)
+    net, other = Net(), Net()
+    other.tail = nn.Linear(2, 2)  # behind many that are alike
     for module, trained, message in [
-        (other, other, r"is of another model: 'bias' is absent or frozen there and float"),
+        (other, other, r"is of another model: 'tail\.bias' is absent or frozen there and float"),
         (net, net.conv, r"does not fit optimizer 0, a SGD; make the optimizer as it was"),
     ]:
         optimizer = torch.optim.SGD(trained.parameters(), 0.1)
@@ -247,18 +248,18 @@ class PackedSGD(torch.optim.Optimizer):
 
 
 def test_a_state_that_cannot_be_saved_is_said_at_wrapping_or_where_it_is_named(wrap, tmp_path):
-    net = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    first, optimizer = (torch.optim.SGD(part.parameters(), 0.1) for part in net)
     saving = Checkpoints(tmp_path)
     optimizer.param_groups[0]["rule"] = print
     message = r"the SGD\['param_groups'\]\[0\]\['rule'\] is a builtins.builtin_function"
     with pytest.raises(ValueError, match=message):
-        wrap(net, optimizer, checkpoints=saving)
+        wrap(net, [first, optimizer], checkpoints=saving)
     assert not list(tmp_path.iterdir())
     del optimizer.param_groups[0]["rule"]
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     schedule.shape = print
-    model = wrap(net, optimizer, checkpoints=saving)
+    model = wrap(net, [first, optimizer], checkpoints=saving)
     with pytest.raises(ValueError, match=r"'schedule'\['shape'\] is a builtins.builtin_function"):
         model.also_checkpoint(schedule=schedule)
 
@@ -292,7 +293,7 @@ def test_a_loop_of_ones_own_goes_on_with_the_same_random_numbers(wrap, tmp_path)
         optimizer = torch.optim.AdamW(net.parameters(), 0.1)
         model = wrap(net, optimizer, checkpoints=saving)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=6)
-        model.also_checkpoint(schedule=schedule)
+        model.also_checkpoint(scaler=torch.amp.GradScaler("cpu"), schedule=schedule)
         for _ in range(steps - model.stats().gradient_steps):
             step(model, optimizer, torch.randn(5, 3))
             schedule.step()

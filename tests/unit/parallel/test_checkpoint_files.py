@@ -130,16 +130,18 @@ def test_each_piece_is_on_the_disk_before_the_next(tmp_path, monkeypatch):
 
 
 def test_a_file_system_that_synchronizes_no_directory_will_do(tmp_path, monkeypatch):
-    real = os.fsync
+    real, synchronized = os.fsync, []
 
     def fsync(number: int) -> None:
         if stat.S_ISDIR(os.fstat(number).st_mode):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         real(number)
+        synchronized.append(Path(f"/proc/self/fd/{number}").read_bytes())
 
     monkeypatch.setattr(os, "fsync", fsync)
     write_tensors(tmp_path / "file.safetensors", TENSORS, {})
     assert read_tensors(tmp_path / "file.safetensors")[0].keys() == TENSORS.keys()
+    assert synchronized == [(tmp_path / "file.safetensors").read_bytes()], "whole, and then named"
     numbers = os.listdir("/proc/self/fd")
     held = {os.path.realpath(f"/proc/self/fd/{number}") for number in numbers}
     assert os.path.realpath(tmp_path) not in held
@@ -167,6 +169,11 @@ def test_one_run_at_a_time_uses_a_directory_and_the_dead_keep_it_from_nobody(
             time.sleep(60)
             os._exit(0)
     loader = int(os.read(ready, 20))
+
+    def end_holder(_: float) -> None:
+        os.kill(holder, signal.SIGKILL)
+        os.waitid(os.P_PID, holder, os.WEXITED | os.WNOWAIT)
+
     try:
         with in_use(tmp_path, "first"), in_use(tmp_path, "of another model"):
             pass
@@ -179,11 +186,12 @@ def test_one_run_at_a_time_uses_a_directory_and_the_dead_keep_it_from_nobody(
             linear(tmp_path)
         with pytest.raises(RefusedError, match=named):
             linear(monitor=Monitor(tmp_path))
+        monkeypatch.setattr(time, "sleep", end_holder)  # it ends between two looks
+        with in_use(tmp_path, "second"):
+            os.kill(loader, signal.SIGKILL)
     finally:
         os.kill(holder, signal.SIGKILL)
         os.waitpid(holder, 0)
-    with in_use(tmp_path, "second"):
-        os.kill(loader, signal.SIGKILL)
     os.close(ready)
     os.close(tell)
 

@@ -1,6 +1,7 @@
 """The samples that are counted, the end of training, and loops that count nothing."""
 
 import dataclasses
+import math
 from itertools import islice
 from types import SimpleNamespace
 
@@ -119,7 +120,7 @@ def test_a_loop_that_never_steps_is_told_so_once(linear, caplog):
     model, optimizer = linear(budget_samples=10**6)
     for number, batch in zip(range(1000), model.batches([torch.ones(4, 3)]), strict=False):
         assert caplog.text.count("200 rounds of the loop without a step") == (number >= 500)
-        if number in (0, 150, 300):
+        if number in (0, 150, 300, 600):
             step(model.module, optimizer, batch)
 
 
@@ -193,6 +194,8 @@ def test_epochs_that_are_left_early_or_missed(linear, monkeypatch):
 
 def test_a_stop_ends_batches_and_epochs(linear):
     model, optimizer = linear(method="gossip", budget_samples=100)
+    loop = model._worker._loop
+    model._worker._call(lambda: setattr(loop, "_publish_due_s", math.inf))  # news comes later
     for batch in model.batches([torch.ones(5, 3)]):
         step(model, optimizer, batch)
         assert not model.finished
@@ -236,21 +239,32 @@ def test_nothing_is_kept_of_what_passes_after_the_end(linear):
 
 
 @pytest.mark.parametrize(
-    ("samples", "waited_s", "is_told"),
-    [(16, 9.0, False), (17, 9.0, False), (32, 9.0, True), (32, 4.9, False)],
+    ("num_epochs", "samples", "waited_s", "later", "is_told"),
+    [
+        (2, 16, 9.0, 200, False),
+        (2, 17, 9.0, 200, False),
+        (2, 18, 9.0, 49, False),
+        (2, 18, 9.0, 50, True),
+        (2, 32, 4.9, 200, False),
+        (0, 32, 9.0, 200, False),
+    ],
 )
 def test_who_counts_shorter_epochs_than_the_others_says_so(
-    linear, monkeypatch, caplog, *, samples, waited_s, is_told
+    linear, monkeypatch, caplog, *, num_epochs, samples, waited_s, later, is_told
 ):
     """Its dataset is shorter, so the others train on after its last epoch.
 
-    17 samples are late news; so are 32 if it waits for less than a time-out.
+    17 samples are late news; so are 32 if it waits for less than a time-out. Without epochs the
+    script has stopped the run.
     """
     model, optimizer = linear()
-    for _, batches in model.epochs(DataLoader(torch.ones(8, 3), 4), 2):
+    if num_epochs == 0:
+        model.stop()
+    loader = DataLoader(torch.ones(8, 3), 4)
+    for _, batches in model.epochs(loader, num_epochs) if num_epochs else ():
         for inputs in batches:
             step(model, optimizer, inputs)
-    end = Consolidated(0.0, 2, samples, 204, {0: 4, 1: 200})
+    end = Consolidated(0.0, 2, samples, 4 + later, {0: 4, 1: later})
     clock = Clock()
     monkeypatch.setattr("gossipdp.parallel.module.time", SimpleNamespace(monotonic=clock))
 
@@ -260,7 +274,7 @@ def test_who_counts_shorter_epochs_than_the_others_says_so(
 
     monkeypatch.setattr(model._worker, "consolidate", consolidate)
     model.consolidate()
-    told = "worker 0 ended after 4 steps of its own, and then the others made 200 more."
+    told = f"worker 0 ended after 4 steps of its own, and then the others made {later} more."
     assert [text.startswith(told) for text in caplog.messages] == [True] * is_told
 
 

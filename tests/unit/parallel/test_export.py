@@ -45,6 +45,7 @@ def test_a_pt_file_loads_with_weights_only(make, tmp_path, consolidated):
     model.save_averaged(path)
     loaded = torch.load(path, weights_only=True)
     assert_same(loaded, model.module)
+    assert_same(model.state_dict(), model.module)
     assert _average_of(path) == Average(model._worker.run_id, 0, 0, consolidated, int(consolidated))
     other = Net()
     other.load_state_dict(loaded)

@@ -113,20 +113,22 @@ def test_without_an_exchange_training_is_bitwise_the_plain_loop(wrap, make, choi
         )
 
 
-@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("names", [["exp_avg"], ["exp_avg_sq"], ["exp_avg", "exp_avg_sq"]])
 @pytest.mark.parametrize("num_exchanges", [1, 3])
-def test_exchanges_reach_the_next_step_and_its_gradient_counts_whole(wrap, name, num_exchanges):
+def test_exchanges_reach_the_next_step_and_its_gradient_counts_whole(wrap, names, num_exchanges):
     """If they were added after it, 3 exchanges would leave an eighth of that step's gradient."""
-    make, sent = partial(ADAMW, lr=0.1), Exchange(moments={name: 1})
+    make, sent = partial(ADAMW, lr=0.1), Exchange(moments=dict.fromkeys(names, 1))
     plain, theirs, model, ours = train_twins(wrap, 5, make, exchange=sent)
     for _ in range(num_exchanges):
         give(model, 0.5)
-        for value in kept(theirs, name):
-            value.copy_(averaged(value, 0.5, age=5, decay={"exp_avg": 0.9}.get(name, 0.999)))
+        for name in names:
+            for value in kept(theirs, name):
+                value.copy_(averaged(value, 0.5, age=5, decay={"exp_avg": 0.9}.get(name, 0.999)))
     for each, optimizer in ((model, ours), (plain, theirs)):
         train(each, optimizer, 4, seed=2)
     torch.testing.assert_close([*plain.parameters()], [*model.parameters()])
-    torch.testing.assert_close(kept(theirs, name), kept(ours, name))
+    for name in names:
+        torch.testing.assert_close(kept(theirs, name), kept(ours, name))
 
 
 def test_while_a_loaded_state_is_taken_in_nothing_of_it_is_sent(wrap, monkeypatch):
@@ -173,6 +175,8 @@ def test_a_loaded_state_waits_for_the_snapshot_that_is_being_taken(wrap):
         main.start()
         while age_of(model):
             assert main.is_alive()
+        main.join(0.05)  # time enough for one that would not wait
+        assert main.is_alive()
         assert torch.equal(chunk.x, before)
     main.join()
     assert age_of(model) == 6

@@ -132,7 +132,11 @@ def test_the_thread_writes_while_it_trains_and_ends_with_the_run(tmp_path, monke
     log._stats = lambda: held.append(log._lock.locked()) or stats
     log._wake.set()
     wait_until(lambda: held, "it looks again")
+    may_end, join = threading.Event(), log._thread.join
+    log._wake.clear = may_end.wait  # it ends only once somebody waits for its end
+    log._thread.join = lambda limit_s: may_end.set() or join(limit_s)
     model.close()
+    assert not log._thread.is_alive()
     assert len(held) > 1, "the end writes too"
     assert all(held)
     train(tmp_path / "idle", num_steps=0).close()
@@ -186,10 +190,11 @@ def test_who_takes_another_rank_goes_on_in_that_one_s_log_and_leaves_the_other(t
 def test_a_loss_that_can_be_read_no_more_is_left_out(tmp_path):
     model = train(tmp_path, num_steps=0, counting=Counting(samples_per_step=8))
     model.log(loss=torch.empty((), device="meta"))
-    model.log(loss=np.float32(2.0))
+    for loss in range(1000):  # a record holds the mean of the last 256
+        model.log(loss=np.float32(loss))
     model._worker.stepped(0)
     model.close()
-    assert [step.loss for step in read(tmp_path).counts] == [2.0]
+    assert [step.loss for step in read(tmp_path).counts] == [871.5]
 
 
 def test_what_goes_wrong_in_the_log_ends_neither_thread_nor_run(tmp_path, caplog, monkeypatch):

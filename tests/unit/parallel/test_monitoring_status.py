@@ -20,6 +20,7 @@ from gossipdp.observe.status import METRICS_PATH, ask
 from gossipdp.parallel.monitoring import MEAN_OF_LOSSES
 from gossipdp.parallel.stats import Stats
 from gossipdp.parallel.worker import Worker
+from gossipdp.protocol.actions import Notice
 from gossipdp_lab.report.run_log import RunLog
 
 
@@ -86,7 +87,8 @@ def test_a_metric_needs_no_other_place_than_its_field(make, tmp_path, monkeypatc
         value = f"as {name}" if metric.kind == "word" else 100 + index
         counted[name] = {7: value} if metric.label else value
     own = {"gradient_steps": 1, "samples": 8}  # the log counts these itself
-    stats = Stats(rank=0, world_size=1, **counted)
+    noticed = tuple(Notice(1, "lost", float(number), number) for number in range(1, 31))
+    stats = Stats(rank=0, world_size=1, noticed=noticed, **counted)
     monkeypatch.setattr(Worker, "stats", lambda self: stats)
     model, address = make(monitor=Monitor(status_port=0, log_dir=tmp_path))
     train(model, 1)
@@ -95,6 +97,7 @@ def test_a_metric_needs_no_other_place_than_its_field(make, tmp_path, monkeypatc
     model.close()
     last = RunLog.read(tmp_path).workers[0].counts[-1]
     assert {name: getattr(status, name) for name in counted} == counted
+    assert status.noticed == noticed[10:], "the last 20"
     assert {name: getattr(last, name) for name in counted} == counted | own
     for name, metric in metrics_of(Counters).items():
         if metric.kind == "word":

@@ -47,26 +47,29 @@ ASKED = ExchangeId(0, 0, 1)
     ],
 )
 def test_strict_pace_waits_until_a_demand_is_served(monkeypatch, events):
-    """By turn; the last event ends the wait."""
-    monkeypatch.setattr(pace, "TURN_WHILE_WAITING_S", 0.0)
+    """By turn of the gossip thread, which a pause gives it; the last event ends the wait."""
     pairing = Pairing(rank=1, incarnation=0, policy=Fresh(Random(0)), alpha_tilde=0.5)
     pairing.set_available({0: 1.0})
     pairing.receive(0, Propose(ASKED, 0.5))
     for _ in range(MAX_LAG + 1):
         pairing.tick()
-    turns = count(1)
+    clock, turns, taken = Clock(), count(1), []
+
+    def pause(seconds):
+        clock.now_s += seconds
+        events.get(next(turns), lambda _: None)(pairing)
 
     def take():
-        turn = next(turns)
-        assert turn < 10, "it waits for ever"
-        events.get(turn, lambda _: None)(pairing)
+        taken.append(clock.now_s)
+        assert len(taken) < 10, "it waits for ever"
 
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=clock, sleep=pause))
     protocol = SimpleNamespace(pairing=pairing, neighbours=frozenset({0}))
     thread = SimpleNamespace(steps_behind=0, check=lambda: None)
     paced = Pace(Options(exchange=Exchange(pace="strict")))
     paced.wait(protocol, thread, take)
-    assert next(turns) == max(events) + 1
-    assert paced.waited_s > 0.0
+    assert len(taken) == max(events)
+    assert paced.waited_s == taken[-1] == pytest.approx(max(events) * pace.TURN_WHILE_WAITING_S)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +95,40 @@ def test_an_exchange_counts_for_both_of_its_ends(linear):
     worker._loop = SimpleNamespace(snapshot=snapshot, transfers=loop.transfers, close=loop.close)
     worker._gradient_steps = 4
     assert worker.stats().achieved_comm_rate == 1.5
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "method", "chosen"),
+    [(3, "a2cid2", "gossip"), (4, "a2cid2", "a2cid2"), (3, "none", "none")],
+)
+def test_on_a_complete_graph_no_momentum_is_held(
+    wrap_sgd, monkeypatch, num_workers, method, chosen
+):
+    """A ring of three is one, where exchanges would leave it at zero; one of four is not."""
+    dropped = []
+    monkeypatch.setattr(State, "drop_momentum", lambda _: dropped.append(True))
+    worker = wrap_sgd(nn.Linear(2, 2), method=method, graph="ring")[0]._worker
+    dropped.clear()
+    worker._take_place(0, num_workers, incarnation=0)
+    assert (worker._method, bool(dropped)) == (chosen, chosen != method)
+    worker._take_place(0, 1, incarnation=0)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "lead"),
+    [("ALIVE ALIVE ALIVE", 0), ("DEAD DONE ALIVE", 1), ("LEFT JOINING ALIVE", 2)],
+)
+def test_the_lead_is_the_live_worker_of_the_lowest_rank(linear, monkeypatch, statuses, lead):
+    worker = linear()[0]._worker
+    members = tuple(Member(rank, 0, 70, Status[n]) for rank, n in enumerate(statuses.split()))
+    snapshot = dataclasses.replace(worker._loop.snapshot, members=members)
+    monkeypatch.setattr(worker, "_loop", SimpleNamespace(snapshot=snapshot, poisoned=None))
+    leads = []
+    for rank in range(lead, len(members)):
+        monkeypatch.setattr(worker, "rank", rank)
+        leads += [rank] if worker.is_lead else []
+    monkeypatch.undo()
+    assert leads == [lead]
 
 
 OTHERS = (ProgressEntry(1, 50, samples=80, steps=8), ProgressEntry(2, 60, samples=7, steps=1))
@@ -156,19 +193,22 @@ def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once(monk
 
 def test_a_replica_joins_under_a_rank_that_was_its_own_for_a_time_out(monkeypatch):
     """Another one has the first that it was given, as it hears after 0.9 s."""
-    worker, clock, joined, given_up = Counting(), Clock(), [], []
+    worker, clock, looks, joined, given_up = Counting(), Clock(), count(), [], []
     worker.rank, worker._network = 3, SimpleNamespace(timeout_s=1.0)
     worker._environment = Environment(world_size=5, num_shards=2)
     disputed = SupersededError("another process has rank 3")
 
     def check() -> None:
-        clock.now_s += 0.1
+        assert next(looks) < 100, "it does not pause"
         if len(joined) == 1 and clock.now_s > 0.85:
             raise disputed
 
+    def pause(seconds: float) -> None:
+        clock.now_s += seconds
+
     worker._thread, worker.replica.first_says = SimpleNamespace(check=check), lambda rank: rank
     worker._join, worker._give_up_rank = lambda: joined.append(clock.now_s), given_up.append
-    monkeypatch.setattr(entry, "time", SimpleNamespace(monotonic=clock, sleep=lambda _: None))
+    monkeypatch.setattr(entry, "time", SimpleNamespace(monotonic=clock, sleep=pause))
     worker._join_with_one_rank()
     assert (given_up, worker._environment.rank) == ([disputed], 3)
     assert [*joined, clock.now_s] == pytest.approx([0.0, 0.9, 1.9], abs=0.11)
