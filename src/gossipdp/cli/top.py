@@ -254,7 +254,7 @@ def _workers(workers: Sequence[JobWorker], width: int, max_workers: int) -> list
     shown = list(workers)
     if len(workers) > max_workers:
         ill_first = sorted(workers, key=lambda each: (each.state in WELL, each.rank))
-        shown = sorted(ill_first[: max_workers - 1], key=lambda each: each.rank)
+        shown = sorted(ill_first[:max_workers], key=lambda each: each.rank)
     rows = [each.cells for each in shown]
     empty = {name for name in LEFT_OUT_FIRST if all(row[name] == "-" for row in rows)}
     rows = [{name: cell for name, cell in row.items() if name not in empty} for row in rows]

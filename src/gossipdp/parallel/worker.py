@@ -420,7 +420,6 @@ class Worker(Entry):
         averaged = self._state.all_chunks
         for chunk, values in zip(averaged, outcome.values, strict=True):
             chunk.replace(values)
-        reshard(self.module)  # an evaluation may have left what FSDP had gathered
         # Each shard was averaged over the replicas in its own network; after a death in the middle
         # of it the networks may differ.
         distances, counts = self.replica.gather(outcome.consensus_distance, outcome.num_workers)

@@ -345,6 +345,9 @@ def test_a_kill_counts_once_the_process_died_of_it():
     assert not scene.die(1, "ended with exit code 1")
     assert not scene.die(2)  # another's signal
     assert scene.missed() == [None, "it had ended by itself by then"]
+    unseen = Scene("kill 0; kill 1")
+    unseen.at(0)
+    assert unseen.missed() == 2 * ["it had ended by itself by then"]
 
 
 def test_events_of_a_time_in_which_the_launcher_stood_still_are_missed():

@@ -37,6 +37,10 @@ def test_full_speed_is_found_though_the_worker_is_slow_for_most_of_the_time(undi
     assert own_goodput([0.16] * slow + [0.04] * fast) == pytest.approx(expected, rel=0.02)
 
 
+def test_a_few_fast_seconds_are_no_full_speed():
+    assert own_goodput([0.02] * 100 + [0.04] * 1000) == pytest.approx(1.0, rel=0.02)
+
+
 @given(seed=st.integers(0, 10**6), mean_s=st.sampled_from([0.01, 0.05, 0.3, 20.0]))
 def test_steps_that_differ_in_length_lower_nothing(seed, mean_s):
     random = Random(seed)

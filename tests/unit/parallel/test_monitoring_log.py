@@ -142,7 +142,8 @@ def test_the_thread_writes_while_it_trains_and_ends_with_the_run(tmp_path, monke
     train(tmp_path / "idle", num_steps=0).close()
     assert read(tmp_path / "idle").counts == [], "nothing has happened"
     model = train(None)  # and without a directory there is none
-    assert (model._worker.monitoring._writer, model._worker.monitoring.page) == (None, None)
+    unasked = model._worker.monitoring
+    assert (unasked._writer, unasked.page, unasked._values) == (None, None, {})
     model.close()
     assert not [each for each in threading.enumerate() if each.name.startswith("gossipdp-log")]
 
@@ -185,6 +186,11 @@ def test_who_takes_another_rank_goes_on_in_that_one_s_log_and_leaves_the_other(t
     assert (former.counts[-1].gradient_steps, former.last_values()) == (3, {"learning_rate": 0.1})
     assert (present.counts[-1].gradient_steps, present.counts[-1].samples) == (1, 8)
     assert present.last_values() == {"accuracy": 0.5}
+    idle = train(tmp_path / "idle", num_steps=0)
+    idle._worker.rank = 4
+    idle._worker.monitoring.come_again()
+    idle.close()
+    assert read(tmp_path / "idle", 4).counts == [], "nothing has happened"
 
 
 def test_a_loss_that_can_be_read_no_more_is_left_out(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gossipdp import Exchange
-from gossipdp.parallel.optimizer_watch import OptimizerWatch, _is_between
+from gossipdp.parallel.optimizer_watch import OptimizerWatch, _is_between, _is_telling
 
 
 class Own(torch.optim.Optimizer):
@@ -219,6 +219,17 @@ def test_a_copy_lies_between_the_values_before_and_after_the_step():
     step = before.flip(0)
     for at, is_copy in ((-0.02, False), (-0.005, True), (1.005, True), (1.02, False)):
         assert _is_between(before + at * step, before, before + step) is is_copy, at
+
+
+@pytest.mark.parametrize(("scale", "is_telling"), [(None, True), (2.0, False), (2.5, True)])
+def test_a_gradient_hides_a_copy_only_where_it_looks_like_the_parameter(scale, is_telling):
+    """``scale``: of the parameter to the gradient; None: they are orthogonal."""
+    before = torch.tensor([3.0, -3.0, 4.0, -4.0], dtype=torch.float64)
+    parameter = nn.Parameter(before.clone())
+    unlike = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+    parameter.grad = unlike if scale is None else before / scale
+    after = before - 0.1 * parameter.grad
+    assert _is_telling(parameter, 0.0, before, after) is is_telling
 
 
 def test_a_first_step_without_an_effect_gets_a_warning(wrap_sgd, caplog):

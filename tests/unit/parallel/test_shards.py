@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gossipdp import Checkpoints, ModelChangedError, Network
+from gossipdp import Checkpoints, ModelChangedError, Network, PeerLostError
 from gossipdp.dynamics.chunks import Role
 from gossipdp.launcher.environment import Environment
 from gossipdp.parallel import training_state
@@ -194,6 +194,17 @@ def test_a_replica_adds_up_samples_and_knows_of_the_others_once(monkeypatch):
         replica = Replica(Environment(shard=shard, num_shards=2), group=object())
         agreed = replica.agree(own)
     assert agreed == Agreed(8, others_samples=50, is_stopped=True, is_ending=True)
+
+
+def test_a_process_whose_replica_has_lost_another_says_so(monkeypatch):
+    def all_reduce(numbers: torch.Tensor, group: object) -> None:
+        raise RuntimeError("Connection closed by peer [10.0.0.1]:4000\nException raised from ...")
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    replica = Replica(Environment(shard=1, num_shards=2), group=object())
+    message = r"which holds shard 1, cannot go on: .* \(Connection closed by peer \[.*\]:4000\)$"
+    with pytest.raises(PeerLostError, match=message):
+        replica.agree(Agreed(3))
 
 
 def test_each_shard_has_files_of_its_own(tmp_path):

@@ -314,17 +314,22 @@ def test_one_sigterm_saves_all_models(pair, loop, signal_in):
             assert torch.equal(from_file[f"model/{key}"], value), (place, key)
 
 
-@pytest.mark.parametrize("is_closed", [False, True])
-def test_a_model_that_is_closed_or_poisoned_keeps_no_other_from_its_save(pair, caplog, is_closed):
+@pytest.mark.parametrize(
+    ("first", "its_steps"), [("is closed", []), ("is poisoned", []), ("is at its end", [1])]
+)
+def test_a_model_in_any_state_keeps_no_other_from_its_save(pair, caplog, first, its_steps):
     pair.body(torch.ones(1, 3))
-    if is_closed:
+    if first == "is closed":
         pair.models[0].close()
+    elif first == "is at its end":
+        pair.models[0]._worker.checkpointer.take_last()
     else:
         with torch.no_grad():
             pair.models[0].module.weight[0, 0] = float("nan")
     terminate()
     with pytest.raises(SystemExit) as ended:
         pair.models[1](torch.ones(1, 3))
-    assert ended.value.code == (128 + signal.SIGTERM if is_closed else 1)
-    assert [steps_saved(place) for place in pair.places] == [[], [1]]
-    assert (f"NOT be saved in {pair.places[0]}: the parameters or" in caplog.text) != is_closed
+    is_ill = first == "is poisoned"
+    assert ended.value.code == (1 if is_ill else 128 + signal.SIGTERM)
+    assert [steps_saved(place) for place in pair.places] == [its_steps, [1]]
+    assert (f"NOT be saved in {pair.places[0]}: the parameters or" in caplog.text) == is_ill

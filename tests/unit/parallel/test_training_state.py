@@ -62,9 +62,10 @@ def stepped(name: str, steps: int) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_come_back_bitwise(name):
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_optimizers_come_back_bitwise(name, steps_before):
     torch.manual_seed(0)
-    one, other = stepped(name, 4), stepped(name, 1)
+    one, other = stepped(name, 4), stepped(name, steps_before)
     restore(there_and_back(capture([one])), [other])
     assert_bitwise(other.state_dict(), one.state_dict())
 
