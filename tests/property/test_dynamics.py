@@ -295,5 +295,6 @@ def test_without_an_exchange_a_boundary_changes_no_bit():
     values = torch.tensor([-0.0, 0.0, 1e-40, 1.0])
     segment = Segment(values.clone(), Role.TRAINED)
     (chunk,) = State([segment]).chunks
+    chunk.flow(2.0)
     chunk.boundary(3.0)
     assert_bitwise(segment.x, values)

@@ -153,22 +153,23 @@ def buffers(values: Tensor) -> Chunk:
     return chunk
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("num_exchanges", [1, 2, 4])
-def test_what_forward_passes_change_in_buffers_counts_whole(num_exchanges):
+def test_what_forward_passes_change_in_buffers_counts_whole(num_exchanges, sign):
     """Four workers' buffers are those of averaging at once, however forward passes fall.
 
     If each exchange halved what they had changed, a running mean would remember 2^k times as much.
     """
     random = Random(0)
     torch.manual_seed(0)
-    ends = [buffers(1.0 + torch.rand(64, dtype=torch.float64)) for _ in range(4)]
+    ends = [buffers(sign * (1.0 + torch.rand(64, dtype=torch.float64))) for _ in range(4)]
     expected = torch.stack([end.x for end in ends])
     mean = expected.mean(dim=0)
     out = torch.empty(2, 64, dtype=torch.float64)
 
     def pass_forward(worker: int) -> None:
         x = ends[worker].x
-        change = 0.1 * (1.0 + torch.rand_like(x) - x)
+        change = 0.1 * (sign * (1.0 + torch.rand_like(x)) - x)
         x += change
         expected[worker] += change
         mean.add_(change / 4)
@@ -222,7 +223,7 @@ def test_a_running_variance_stays_positive_however_it_shrinks(dtype, sign):
             assert (sign * mine > 0.0).all()
         one.boundary(0.0)
         assert torch.equal(one.x, mine)
-    one = buffers(torch.ones(64, dtype=dtype))
+    one = buffers(torch.full((64,), sign, dtype=dtype))
     one.exchange(0.0, one.x.clone(), torch.zeros_like(mine), 0.5)
     one.x.zero_()
     one.boundary(0.0)
@@ -348,10 +349,13 @@ def test_with_the_helpers_that_there_are_a_boundary_is_whole(helped, monkeypatch
     monkeypatch.setattr(threading.Thread, "start", start_few)
     helped.compile("numba")
     assert len(started) == min(num_threads, 2)  # with the caller as many as torch has
+    helped.chunks[0].is_compiled = False  # as of a precision that no loop knows
     for times in (1, 2):
         for chunk in helped.chunks:
             chunk.pending.fill_(1.0)
             chunk.has_pending = True
+        with helped.chunks[0].lock, helped.chunks[-1].lock:
+            assert helped.boundary(0.0) == 2
         assert helped.boundary(0.0) == 0
         assert helped.segments[0].x.tolist() == [times] * 10
         helped.end_helpers()  # the second boundary has none

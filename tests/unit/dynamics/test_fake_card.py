@@ -142,6 +142,8 @@ def test_the_launches_and_waits_of_a_model_of_a_billion_parameters(card):
     # and its norm, the flow, pending, two for c. Waits: for the snapshot's arrival, for
     # the norm, and for a slot, which has long been free.
     assert cost(lambda: exchange(0.3)) == (13 * num_chunks, 3 * num_chunks)
+    # No time has passed: neither the snapshot nor pending flows.
+    assert cost(lambda: exchange(0.3)) == (11 * num_chunks, 3 * num_chunks)
     # The gossip thread waits for all its work before it ends: rule 4.
     card.finishes.clear()
     with state.device.gossip_thread():

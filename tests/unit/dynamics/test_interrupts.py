@@ -269,19 +269,21 @@ def test_an_interrupt_leaves_the_lock_of_a_chunk_in_use_to_its_holder(monkeypatc
             world.restore()
 
 
-def test_an_interrupted_boundary_waits_for_its_helpers(monkeypatch):
-    """A helper that went on would write parameters beside their next user."""
+@pytest.mark.parametrize("delays_s", [(0.05, 0.2), (0.2, 0.05)])
+def test_an_interrupted_boundary_waits_for_its_helpers(monkeypatch, delays_s):
+    """A helper that went on would write parameters beside their next user. Either may be last."""
     with world_of(monkeypatch, SHAPES["helped"]) as world:
-        main, helped, goes_on = threading.get_ident(), threading.Event(), threading.Event()
-        ended = []
-        original = Chunk.boundary
+        main, all_are_in = threading.get_ident(), threading.Barrier(3, timeout=30)
+        goes_on, ended = [threading.Event() for _ in delays_s], []
+        original, waiting = Chunk.boundary, iter(goes_on)
 
         def boundary(chunk: Chunk, theta: float, *, wait: bool) -> bool:
             if threading.get_ident() == main:
-                assert helped.wait(30)
+                all_are_in.wait()
                 signal.raise_signal(signal.SIGINT)
-            helped.set()
-            assert goes_on.wait(30)
+            own = next(waiting)
+            all_are_in.wait()
+            assert own.wait(30)
             outcome = original(chunk, theta, wait=wait)
             ended.append(chunk)
             return outcome
@@ -289,7 +291,8 @@ def test_an_interrupted_boundary_waits_for_its_helpers(monkeypatch):
         monkeypatch.setattr(Chunk, "boundary", boundary)
 
         def interrupt(*_: object) -> None:
-            threading.Timer(0.05, goes_on.set).start()
+            for event, delay_s in zip(goes_on, delays_s, strict=True):
+                threading.Timer(delay_s, event.set).start()
             raise KeyboardInterrupt
 
         before = signal.signal(signal.SIGINT, interrupt)
@@ -298,7 +301,6 @@ def test_an_interrupted_boundary_waits_for_its_helpers(monkeypatch):
                 world.boundary()
         finally:
             signal.signal(signal.SIGINT, before)
-        assert ended
-        num_ended = len(ended)
+        assert len(ended) == 2
         world.state.end_helpers()
-        assert len(ended) == num_ended, "none goes on"
+        assert len(ended) == 2, "none goes on"

@@ -97,6 +97,12 @@ def test_one_value_beyond_reach_is_found_out():
         assert not code(x, y, exponents)[1], steps_off
 
 
+def test_the_weights_are_made_of_splitmix64_s_numbers():
+    """Both ends need the same. These are the upper halves of the first three, as published."""
+    upper = 0xE220A839, 0x6E789E6A, 0x06C45D18
+    assert lattice.weights()[:3].tolist() == [(each | 1) - 2**31 for each in upper]
+
+
 @pytest.mark.parametrize("wraps", [(1, -1, -1, 1), (1, -2, 1), (1, -1), (256, -256)])
 def test_wraps_side_by_side_do_not_cancel(wraps):
     """Neighbours of a block in turn: what weights of 2i + 1 miss."""

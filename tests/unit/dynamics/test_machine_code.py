@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gossipdp.dynamics import machine_code, update
-from gossipdp.dynamics.machine_code import Loop
+from gossipdp.dynamics.machine_code import BLOCK, Loop
 
 engines = []
 """LLVM's, which hold the code of their loops; as they are held in use."""
@@ -79,6 +79,31 @@ def test_what_was_compiled_once_needs_no_numba(kept, monkeypatch):
 def test_no_other_memory_is_touched(c):
     with pytest.raises(TypeError, match="a loop over 37"):
         machine_code.loop("flow")(torch.zeros(37), c, 0.5)
+
+
+@pytest.mark.parametrize("has_c", [False, True])
+@pytest.mark.parametrize("name", machine_code.ARGUMENTS)
+def test_what_lies_around_the_arrays_of_a_loop_stays_and_does_not_matter(name, has_c):
+    """No loop writes beyond its arrays, and nothing that it reads there changes its results."""
+    loop, found = machine_code.loop(name, torch.float32, torch.bfloat16), []
+    for factor in (1, 2):
+        given, around = [], []
+        for kind in machine_code.ARGUMENTS[name].split():
+            prefix, _, dtype = kind.rpartition("_")
+            if dtype in {"bool", "number"}:
+                given.append(has_c if dtype == "bool" else 0.5)
+                continue
+            length, value = {"": 700, "block": 2, "any": 2 * BLOCK}[prefix], 3 + len(given)
+            dtype = getattr(torch, {"x": "float32", "wire": "bfloat16"}.get(dtype, dtype))
+            room = torch.full((length + 2 * BLOCK,), factor * value, dtype=dtype)
+            before, array, behind = room.split([BLOCK, length, BLOCK])
+            given.append(array.fill_(value))
+            around += [before, behind]
+        kept = [each.clone() for each in around]
+        result = loop(*given)
+        assert all(map(torch.equal, around, kept))
+        found.append([result, *(each.tolist() for each in given if torch.is_tensor(each))])
+    assert found[0] == found[1]
 
 
 def test_half_a_file_is_compiled_again(kept, monkeypatch):

@@ -143,7 +143,9 @@ def test_chunks_are_larger_on_an_accelerator_or_as_the_variable_says(monkeypatch
     assert cuts == [[1, 1, 2, 4], [1, 16, 32, 32]]
     monkeypatch.setenv("GOSSIPDP_CHUNK_MIB", "2")
     assert {chunk_bytes_for(n, is_on_accelerator=on) >> 20 for n in sizes for on in (0, 1)} == {2}
-    assert flatten(nn.Linear(1024, 600)).state.chunks[0].num_elements == 1 << 19
+    state = flatten(nn.Linear(1024, 600)).state
+    assert state.chunks[0].num_elements == 1 << 19
+    assert "in chunks of 524288)" in state.description()[0][0]
     for given in ("", "0", "65", "1.5", "-1", "two"):
         monkeypatch.setenv("GOSSIPDP_CHUNK_MIB", given)
         with pytest.raises(ValueError, match="it takes a whole number, 1 to 64"):
