@@ -399,12 +399,16 @@ def test_hostile_steps_and_codes_end_in_a_repeat_or_in_nothing_applied():
         links[0].queue.clear()
 
 
+@pytest.mark.parametrize("size", [64, 600])
 @pytest.mark.parametrize("name", FORMATS)
-def test_no_format_sends_poison(name):
+def test_no_format_sends_poison(name, size):
+    """In the larger chunk one block of the code is poisoned, and the other is not."""
     for seed in range(5):  # either half of the chunk comes first
-        states, codecs = pair(name)
+        states, codecs = pair(name, chunk_bytes=4 * size)
         states[0].segments[0].x[130] = math.nan
+        links, ends = start(states, codecs=codecs)
         with pytest.raises(PoisonFound) as found:
-            exchange(states, codecs, Random(seed))
+            run(links, ends, Random(seed))
         assert found.value.ours
+        assert ends[0]._num_encoded == 130 // size, "that chunk is never encoded"
         assert not torch.isnan(x_and_z(states[1])[0]).any()

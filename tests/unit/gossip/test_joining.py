@@ -1,5 +1,6 @@
 """Asking a run for its members, on a clock and a network of the test's own."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,7 +64,7 @@ class Network:
             assert decode(data).message == AskMembers()
             handler.control(link, answer)
 
-        link = SimpleNamespace(send_control=control, close=lambda reason: None)
+        link = SimpleNamespace(send_control=control, close=partial(handler.link_down, None))
         match answer:
             case bytes():
                 handler.link_up(link)
@@ -82,7 +83,10 @@ class Network:
 
 @pytest.mark.parametrize(
     ("first", "known_s", "num_rounds"),
-    [(True, 0.0, 1), (b"no message", 0.0, 1), (None, 0.25, 1), (True, 0.25, 2)],
+    [
+        *((True, 0.0, 1), (b"no message", 0.0, 1), (None, 0.25, 1)),
+        *((True, 0.25, 2), (b"no message", 0.25, 2)),
+    ],
 )
 def test_an_address_that_becomes_known_is_dialled_at_once(monkeypatch, first, known_s, num_rounds):
     """The first worker stands still, has died, or says nonsense: any answer will do."""
@@ -98,9 +102,11 @@ def test_all_addresses_of_a_name_are_dialled(monkeypatch):
     """There may be no route to the first; if the other refuses, no worker is there."""
     found = [(0, 0, 0, "", address) for address in ADDRESSES]
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
-    network = Network(monkeypatch, False, members())
+    network = Network(monkeypatch)
     network.known_s = BEGINS_S + TIMEOUT_S  # one name alone
-    assert [each.rank for each in network.ask().members] == [0, 1]
+    for answers in ((False, members()), (members(), False)):
+        network._answers = answers
+        assert [each.rank for each in network.ask().members] == [0, 1]
     network._answers = (False, True)
     with pytest.raises(RendezvousError, match="refused the connection"):
         network.ask()
@@ -124,6 +130,7 @@ def test_a_refusal_is_the_end(monkeypatch, answers, message, num_rounds):
     with pytest.raises((RefusedError, RendezvousError), match=message):
         network.ask()
     assert network.num_rounds == num_rounds
+    assert network.now_s < BEGINS_S + 1.0
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The loop's part when something goes wrong, without a network."""
 
 import gc
+import itertools
 import math
 import weakref
 from collections.abc import Collection
@@ -25,6 +26,7 @@ from gossipdp.links.handshake import Refusal
 from gossipdp.links.link import BETWEEN_LINKS_S
 from gossipdp.protocol import messages as say
 from gossipdp.protocol.actions import Begin, Notice, Reach, Rebuilt, Send, Withdrawn
+from gossipdp.protocol.exchange_rate import ExchangeRate
 from gossipdp.protocol.members import Member, Status
 
 X = torch.arange(8.0)
@@ -116,9 +118,17 @@ def test_nobody_exchanges_before_it_has_parameters():
     assert not worker.loop.transfers.has_state
 
 
-def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on():
-    """The phase stands still from its beginning to its end, and goes on from there."""
-    worker = Worker()
+def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on(monkeypatch):
+    """The phase stands still from its beginning to its end, and goes on from there.
+
+    What each takes of the processor counts towards the rate that the worker affords.
+    """
+    worker, taken = Worker(), list[tuple[float, float]]()
+    seconds = itertools.count(100.0, 0.25)
+    monkeypatch.setattr("time.thread_time", lambda: next(seconds))
+    worker.loop.protocol.exchange_rate = rate = ExchangeRate()
+    rate.took_processor = lambda *spent: taken.append(spent)
+    worker.loop.codec.busy_s = 7.0  # on earlier exchanges
     link, flowed_to = worker.links[1], 0.0
     gain, peers = 0.55, X.flip(0).contiguous()
     assert gain != worker.loop.protocol.neighbourhood.place.alpha_tilde
@@ -140,6 +150,7 @@ def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on()
         worker.loop.turn(0.0)
         done = worker.loop.snapshot.recent_exchanges[-1]
         assert done.half_squared_distance == pytest.approx(0.5 * float(delta.square().sum()))
+    assert taken == [(0.25, 0.0)] * 3
     assert theta > 0.0
     assert worker.phase.at(worker.now + 1.0) > theta
 
@@ -246,6 +257,7 @@ def test_an_exchange_ends_with_its_link_where_its_peer_only_beats(moves):
         worker.beat(1, moving=[] if moves == "nothing" else [link])
     assert (link.closed_for is not None) == (moves == "nothing")
     assert worker.loop.protocol.exchanges_failed == (moves == "nothing")
+    assert worker.loop.protocol.peers.last_heard(2) > worker.now - TIMEOUT_S / 2
 
 
 @pytest.mark.parametrize("moves", ["nothing", "bytes of a chunk"])
@@ -299,9 +311,13 @@ def test_the_first_graph_of_a_worker_that_comes_back_is_dialled_at_once():
 
 def test_a_worker_whose_successor_is_linked_everywhere_is_told_so_by_refusals():
     """It slept while it was replaced: no news reaches it, since no worker lets it in."""
-    worker = Worker()
+    worker, dialled = Worker(), []
+    worker.loop.transport.dial = lambda *dial: dialled.append(dial)
     for link in worker.links.values():
         worker.loop.link_down(link, "closed by the peer")
+    worker.now = BETWEEN_LINKS_S
+    worker.loop.turn(0.0)
+    assert sorted(dialled) == [(peer, *worker.address(peer)) for peer in (1, 2)]
     refusal = Refusal("incarnation", "1", "0")
     worker.loop.refused(1, refusal)
     worker.loop.refused(2, refusal)

@@ -77,7 +77,10 @@ def test_graphs_are_worked_out_in_a_thread_of_their_own_and_the_newest_counts():
     assert background("second", lambda: 2) is None, "the first still runs"
     go_on.set()
     assert until_there(background, "second", lambda: 2) == 2
+    background.wake = lambda: time.sleep(0.1)
     assert until_there(background, "first", lambda: 3) == 3
+    background.close()
+    assert not background._thread.is_alive()
     assert ran_in == ["gossipdp-background"]
     assert set(blas) == {1}
 
@@ -180,10 +183,11 @@ def test_a_step_that_is_looked_at_late_is_reported_with_both_times():
     loop = loop_of(clock=lambda: now_s[0], perform=lambda _: None)
     loop.protocol.step = lambda *step: looked_at.append(step)
     thread = GossipThread(loop)
-    thread.step(3)
+    for now_s[0], samples in ((5.0, 3), (5.125, 4)):
+        thread.step(samples)
     now_s[0] = 5.25
     thread._empty_queues()
-    assert looked_at == [(3, 5.25, 5.0)]
+    assert looked_at == [(3, 5.25, 5.0), (4, 5.25, 5.125)]
 
 
 def test_calls_are_answered_even_if_closing_fails():
@@ -240,10 +244,13 @@ def test_a_call_that_the_end_of_the_thread_overtakes_is_answered(monkeypatch):
 
 def test_whatever_a_call_raises_reaches_its_caller():
     """One that is no Exception ends the thread as well; its caller once waited for ever."""
-    thread = GossipThread(loop_of())
-    future: Future[None] = Future()
-    thread._calls.append((sys.exit, future))
+    thread, ran = GossipThread(loop_of()), list[int]()
+    thread._thread = threading.current_thread()  # which is alive
+    for number in range(3):
+        thread.call(partial(ran.append, number))
+    future = thread.call(sys.exit)
     with pytest.raises(SystemExit):
         thread._empty_queues()
+    assert ran == [0, 1, 2], "the calls before it, in their order"
     with pytest.raises(SystemExit):
         future.result(0)

@@ -230,7 +230,9 @@ def test_no_chunk_is_copied_while_the_optimizer_steps(ends):
     assert taker.ended == [None]
 
 
-def test_what_is_given_takes_two_chunks_of_memory(ends):
+def test_what_is_given_takes_two_chunks_of_memory(ends, monkeypatch):
+    """Chunks of parameters may be larger than those of the optimizers' state."""
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 512)
     giver, taker = ends
     giver.keep(9 * transfer.CHUNK_BYTES, text=str(9 * transfer.CHUNK_BYTES).encode())
     taker.fetch_whole(0)
@@ -242,6 +244,7 @@ def test_what_is_given_takes_two_chunks_of_memory(ends):
     assert len(places) == 2
     (room,) = taker.rooms
     assert torch.equal(room, torch.ones_like(room))
+    assert has_taken(giver, taker)
 
 
 @pytest.mark.parametrize(("text", "message"), [(b"no text", "no text"), (bytes(17 << 20), "takes")])
@@ -264,6 +267,10 @@ def test_a_peer_that_asks_again_and_again_is_given_one_state(ends):
         giver.transfers.pump()
     assert giver.links[1].queued_chunks == 2
     assert len(giver.transfers._gifts) == 1
+    giver.links[2] = QueueLink(2)
+    giver.transfers.receive(giver.links[2], RequestState(0, 0, False))
+    giver.transfers.pump()
+    assert giver.links[2].queued_chunks == 2, "another has its turn meanwhile"
 
 
 def test_a_chunk_lands_in_its_turn_and_in_its_own_state_alone(ends):

@@ -2,13 +2,14 @@
 
 import contextlib
 import functools
+import select
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from links import EXCHANGE, key
-from waiting import FOR_EVER_S
+from waiting import FOR_EVER_S, LONGEST_S
 
 from gossipdp.links.frames import HEADER_BYTES, MAX_CONTROL_BYTES, FrameError, FrameType
 from gossipdp.links.link import Link
@@ -41,7 +42,7 @@ def test_up_once_on_both_sides_with_the_peers_identity(pair, world):
 
 
 def test_one_link_to_a_peer_however_often_and_by_whom_it_is_dialled(make, world):
-    """The dial to another peer need not know which worker listens there."""
+    """The dial to another peer need not know which worker listens there. A turn serves both."""
     first, second, third = make(5), make(1), make(2)
     first.dial(second, peer=None)
     for _ in range(5):
@@ -53,6 +54,16 @@ def test_one_link_to_a_peer_however_often_and_by_whom_it_is_dialled(make, world)
     for node in (second, third):
         assert node.handler.names() == ["link_up"]
         assert list(node.handler.links) == [5]
+        node.link(first).send_control(b"to one")
+        node.transport.flush()
+    links = first.handler.links.values()
+    for link in links:
+        link.send_control(b"to both")
+        assert select.select([link.connection], [], [], LONGEST_S)[0]
+    first.transport.flush()
+    assert not any(link.has_unsent for link in links)
+    first.transport.poll(0.0)
+    assert len(first.handler.of("control")) == 2
 
 
 def test_controls_arrive_in_order(pair, world):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from links import EXCHANGE, LoneOwner, Recorder, identity, key
 
-from gossipdp.links.frames import FrameError, FrameType, Header, pack_header, run_tag
+from gossipdp.links.frames import FrameError, FrameType, Header, pack_header, pack_key, run_tag
 from gossipdp.links.shared_memory import PeerMemory, SharedSegment
 from gossipdp.links.sockets import Stream
 from gossipdp.links.tcp_link import TURN_BYTES, TcpLink
@@ -121,10 +121,11 @@ class Endless(Taking):
     MESSAGE_BYTES = 1 << 16
 
     def __init__(self) -> None:
-        self.num_read = self._sequence = 0
+        self.num_read = self.num_calls = self._sequence = 0
         self._rest = b""
 
     def receive_into(self, rooms: Sequence[memoryview]) -> int:
+        self.num_calls += 1
         for room in rooms:
             while len(self._rest) < len(room):
                 header = pack_header(TAG, FrameType.CONTROL, self._sequence, self.MESSAGE_BYTES)
@@ -142,5 +143,36 @@ def test_a_turn_ends_however_much_there_is_to_read():
     owner.handler.link_up(link)
     link.read_some()
     assert TURN_BYTES <= stream.num_read < TURN_BYTES + 2 * stream.MESSAGE_BYTES
+    most = TURN_BYTES // stream.MESSAGE_BYTES + 2
+    assert stream.num_calls <= most, "each message comes with the header of the next"
     assert link.has_input, "the rest has its turn after the others"
     assert not link.closed
+
+
+class Narrow(Taking):
+    """Takes less than a header at a time."""
+
+    def __init__(self) -> None:
+        self.taken = bytearray()
+
+    def send(self, parts: Sequence[bytes | memoryview]) -> int:
+        part = b"".join(parts)[:40]
+        self.taken += part
+        return len(part)
+
+
+def test_chunks_leave_whole_in_any_pieces_and_the_handler_hears_when_fewer_than_four_wait():
+    owner, stream, kind = Owner(), Narrow(), FrameType.STATE_CHUNK
+    link = TcpLink(owner, stream, identity(2), dialler=0)
+    waiting: list[int] = []
+    owner.handler.hooks["writable"] = lambda link: waiting.append(link.queued_chunks)
+    payload, expected = bytes(range(64)), b""
+    for index in range(5):
+        link.send_chunk(kind, key(index), memoryview(payload))
+        expected += pack_header(TAG, kind, index, 64, pack_key(key(index))) + payload
+    while link.has_unsent:
+        link.can_write = True  # as an event says
+        link.write_some(acknowledge=False)
+    assert stream.taken == expected
+    assert waiting == [3, 2, 1, 0]
+    assert link.chunk_bytes_sent == {kind: 5 * 64}

@@ -243,8 +243,9 @@ def test_who_has_memory_later_shares_it_later(world):
     world.settle()
     assert back.is_shared
     assert not there.is_shared
+    other, _ = world.join(first, world.tcp(2))
     first.memory = first.transport.allocate(PAGE)
-    world.until(lambda: there.is_shared and back.is_shared)
+    world.until(lambda: there.is_shared and back.is_shared and other.is_shared)
 
 
 @pytest.mark.parametrize("changes", [{"shared_memory": "off"}, {"max_bytes_per_s": 1e9}])

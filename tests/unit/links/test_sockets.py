@@ -24,7 +24,9 @@ def test_the_child_has_none_of_the_parents_descriptors(world, open_descriptors):
     first, second, *_ = world.pair(world.tcp)
     guest = socket.create_connection((second.host, second.port))
     world.settle()
-    unused = listen("127.0.0.1", 0)
+    unused, gone = listen("127.0.0.1", 0), listen("127.0.0.1", 0)
+    gone.close()
+    gone.close_in_child()  # no error, or the child would keep the descriptors of those after it
     first.transport.dial(7, *unused.getsockname())  # and stays under way: it is not accepted
     # Two of each: listener, epoll, eventfd, end of the link; and the guest's two ends, the unused
     # listener, the dial.

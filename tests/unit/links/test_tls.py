@@ -116,7 +116,9 @@ def test_an_answer_that_comes_while_the_hello_is_said(world, monkeypatch):
 
 
 def test_a_plain_worker_and_one_with_tls_say_so_once(world, caplog):
-    for dialler, acceptor in ((world.tls(0), world.tcp(1)), (world.tcp(2), world.tls(3))):
+    off_on = (world.tls(0), world.tcp(1), "off", "on")
+    on_off = (world.tcp(2), world.tls(3), "on", "off")
+    for dialler, acceptor, there, here in (off_on, on_off):
         caplog.clear()
         for _ in range(2):
             dialler.dial(acceptor)
@@ -125,12 +127,15 @@ def test_a_plain_worker_and_one_with_tls_say_so_once(world, caplog):
             dialler.handler.events.clear()
             assert peer == acceptor.rank
             assert refusal.field == "tls"
-            assert "give all workers the same TLS directory, or none" in str(refusal)
+            text = f"TLS is {there} at the other worker and {here} here; give all workers the same"
+            assert str(refusal) == f"{text} TLS directory, or none"
         assert acceptor.handler.events == []
         messages = [record.getMessage() for record in caplog.records]
         assert len(messages) == 2
-        assert "refused 127.0.0.1: TLS differs" in messages[0]
-        assert f"rank {acceptor.rank} at 127.0.0.1" in messages[1]
+        differs = f"TLS differs (ours {there!r}, theirs {here!r})"
+        assert messages[0] == f"refused 127.0.0.1: {differs}"
+        at = f"rank {acceptor.rank} at {acceptor.host}:{acceptor.port}"
+        assert messages[1] == f"{at} refuses: {refusal}"
 
 
 @pytest.mark.parametrize("dials", [True, False])
