@@ -29,6 +29,8 @@ GRACE_S = 0.25
 # process that hangs in the kernel cannot be killed.
 PATIENCE_S, UNKILLABLE_S = 1.5, 10.0
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 10.0
+# The time that workers have to end after another has, before a sentence says which have not.
+SAY_WAITS_AFTER_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,17 +143,13 @@ class Supervisor:
         self._grace_s = grace_s()
         self._end_at: float | None = None
         self._kill_at: float | None = None
-        self._ended_at = self._say_waits_at = math.inf
+        self._ended_at = math.inf
+        self._say_waits_at = 0.0  # not due before something sets it; infinity once it was said
         self._is_killing = False
 
     @property
     def running(self) -> list[SupervisedWorker]:
         return [worker for worker in self.workers if worker.runs]
-
-    @property
-    def who_runs(self) -> str:
-        """Return the running workers, as a sentence names them."""
-        return " and ".join(f"worker {shown_rank(worker.rank)}" for worker in self.running)
 
     @property
     def ending(self) -> bool:
@@ -251,6 +249,10 @@ class Supervisor:
         if not self.ending:
             if self.is_complete:
                 self._end_latecomers()
+                if len(self.running) < len(self.workers):
+                    self._say_waits_at = self._say_waits_at or now + SAY_WAITS_AFTER_S
+                    text = "the run is complete; waiting for {} to end, unless Ctrl+C ends it"
+                    self._say_waits(now, text)
             if self._faults is not None:
                 self._faults.step(self.workers)
             self._restart(now)
@@ -263,11 +265,10 @@ class Supervisor:
                 if now >= self._kill_at + UNKILLABLE_S:
                     for worker in self.running:
                         worker.close()
-            elif now >= self._say_waits_at and self.running:
-                self._say_waits_at = math.inf  # said once
+            else:
                 most_s, them = math.ceil(due_at - now), "them" if self.running[1:] else "it"
-                text = f"waiting at most {most_s} s for {self.who_runs} to end; Ctrl+C kills {them}"
-                self._on_sentence(text)
+                text = f"waiting at most {most_s} s for {{}} to end; Ctrl+C kills {them}"
+                self._say_waits(now, text)
         return bool(self.running or self._due)
 
     def end(self, number: int = signal.SIGTERM) -> None:
@@ -291,11 +292,11 @@ class Supervisor:
         self._give_up_waiting()
         for worker in self.running:  # those without our handlers by SIGTERM
             worker.send(number if worker.saves else signal.SIGTERM)
+        self._say_waits_at = self._ended_at + PATIENCE_S
         if self.begun and saves and not self.is_complete:
+            self._say_waits_at = math.inf
             text = "the workers are to end their step and save; Ctrl+C now kills them unsaved"
             self._on_sentence(text)
-        else:
-            self._say_waits_at = self._ended_at + PATIENCE_S
 
     def kill(self) -> None:
         """Send all workers, and what they started, SIGKILL."""
@@ -453,6 +454,13 @@ class Supervisor:
         self._on_sentence(
             f"worker {shown_rank(worker.rank)} {reason}: the run is complete without it"
         )
+
+    def _say_waits(self, now: float, text: str) -> None:
+        """Say once, if it is due, for which workers this waits; they stand for the braces."""
+        if now >= self._say_waits_at and self.running:
+            self._say_waits_at = math.inf
+            who = " and ".join(f"worker {shown_rank(worker.rank)}" for worker in self.running)
+            self._on_sentence(text.format(who))
 
     def _give_up_waiting(self) -> None:
         self.failures += [failure for _, failure in self._due.values()]

@@ -350,6 +350,15 @@ def test_no_save_is_promised_once_the_run_is_complete(make):
     assert setting.sentences == ["waiting at most 30 s for worker 0 to end; Ctrl+C kills it"]
 
 
+def test_who_does_not_end_with_the_run_is_named_once(make):
+    setting = make(begun=True)
+    setting.end_well(1, 2, at=[0, 9.9])
+    assert setting.sentences == []
+    setting.step(10, 20)
+    said = "the run is complete; waiting for worker 0 to end, unless Ctrl+C ends it"
+    assert setting.sentences == [said]
+
+
 def test_a_process_that_cannot_be_killed_is_given_up(make):
     setting = make()
     setting.supervisor.end()
