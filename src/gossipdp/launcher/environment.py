@@ -58,7 +58,6 @@ _taken_out: dict[str, str] = {}
 
 
 def check_platform(platform: str = sys.platform) -> None:
-    """Raise OSError on anything but Linux."""
     if platform != "linux":
         raise OSError(f"gossipdp trains on Linux, and this is {platform}; on Windows use WSL")
 
@@ -253,9 +252,7 @@ class Environment:
                 "%s %s is loopback, so this worker listens on %s: workers on other "
                 "machines cannot reach it. Set GOSSIPDP_HOST to an address of this machine if "
                 "there are any.",
-                name,
-                target,
-                host,
+                *(name, target, host),
             )
         return host
 

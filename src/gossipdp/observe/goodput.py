@@ -16,9 +16,6 @@ the others end. Time before a worker's first step is start, and counts in nothin
 Samples of a worker that died stay counted, as the run's budget counts them: its exchanges have put
 them into its neighbours' parameters. A kill also loses what the worker did after its last exchange,
 a few steps at most; nobody can know how many, so that is not taken off.
-
-Training knows nothing of this. ``gossipdp top`` reads the workers' answers since it was started,
-and the report reads their logs.
 """
 
 from __future__ import annotations

@@ -136,13 +136,7 @@ def is_of_run(path: Path, run_id: str) -> bool:
 
 
 class _Before(NamedTuple):
-    """The part of a log that counts for its next writer.
-
-    first, latest: the starts of the first and of the latest process.
-    last_s: the time of the last record.
-    totals: the last counts.
-    num_bytes: of the whole lines.
-    """
+    """The part of a log that counts for its next writer; ``num_bytes``: of the whole lines."""
 
     first: StartRecord
     latest: StartRecord

@@ -88,10 +88,7 @@ def pages_of(status: Callable[[], WorkerStatus]) -> dict[str, Page]:
 
 
 class JobView:
-    """The job as ``gossipdp top`` shows it, seen from one worker, while somebody looks at it.
-
-    ``status`` gives the worker's own; the others are asked at their status ports.
-    """
+    """The job as ``gossipdp top`` shows it, seen from one worker, while somebody looks at it."""
 
     def __init__(self, status: Callable[[], WorkerStatus]) -> None:
         self._status = status
@@ -228,10 +225,7 @@ class StatusPort:
         self._pages: Mapping[str, Page] = {}
 
     def bind(self, rank: int) -> None:
-        """Take the port of that rank; a worker that is given another rank moves.
-
-        If it is in use, training goes on without a status, and a warning says so.
-        """
+        """Take the port of that rank; a worker that is given another rank moves."""
         port = self._first_port + rank if self._first_port else 0
         if port > 65535:
             raise ValueError(
