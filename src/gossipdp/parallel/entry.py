@@ -75,9 +75,7 @@ class Entry:
         phase: of its momentum.
         between_steps: gives joiners the optimizers' state; it must know of each step.
         settings: those that all workers must share.
-        is_consolidating: ``consolidate()`` was called.
         lead: the lowest rank of the average, after it.
-        module, optimizers, options, replica, resumption: as given.
     """
 
     rank: int
@@ -301,17 +299,13 @@ class Entry:
         self._thread.start()
 
     def _identity(self, host: str, run_id: str, rank: int, process_id: int) -> Identity:
-        settings = self.settings
+        shared = ("model", "method", "graph", "comm_rate", "wire_format")
         return Identity(
             rank=rank,
             incarnation=self.incarnation,
             process_id=process_id,
             run_id=run_id,
-            model=settings.model,
-            method=settings.method,
-            graph=settings.graph,
-            comm_rate=settings.comm_rate,
-            wire_format=settings.wire_format,
+            **{name: getattr(self.settings, name) for name in shared},
             timeout=f"{self._network.timeout_s:g} s",
             host=host,
         )
@@ -439,7 +433,6 @@ class Entry:
 
     @property
     def has_stepped(self) -> bool:
-        """Return whether it has made a gradient step in this life."""
         return self._gradient_steps > 0
 
     @property
@@ -448,7 +441,6 @@ class Entry:
         return self.before.step + self._gradient_steps
 
     def counts(self) -> Counts:
-        """Return the counts of this worker, over all of its lives."""
         return Counts(
             self.step_number,
             self.before.steps + self._gradient_steps,
@@ -456,7 +448,6 @@ class Entry:
         )
 
     def facts(self) -> Facts:
-        """Return the facts of a checkpoint that is taken now."""
         protocol, resumed = self._protocol, self.resumption
         # Notices as new as the members: of a death without one nobody knows when it was.
         (progress, _), now = self._call(lambda: (protocol.progress.news(), self._loop.publish()))

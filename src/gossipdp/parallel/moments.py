@@ -132,7 +132,6 @@ def kept_moments(
 
     Args:
         segments: the moments' flat memory, each with the parameters whose moments lie in it.
-        optimizers: of the wrapper.
         is_default: these moments were not named, so one that cannot travel is left out with a
             warning; else it is an error.
     """

@@ -122,7 +122,6 @@ class Replica:
             module: sharded already, if at all.
             mesh: the dimension of replicas, where one ``torch.distributed`` world holds them all;
                 None, or of size 1, where that world is one replica, or there is none.
-            environment: of this process.
         """
         reshard(module)
         ranks = _ranks_of(module)
