@@ -154,9 +154,6 @@ class Codec:
             dtypes |= {torch.float32, torch.bfloat16}
         for dtype in dtypes:
             state.compile_for(dtype)
-        self._prepare_codes(coded)
-
-    def _prepare_codes(self, coded: Sequence[Chunk]) -> None:
         sizes = (lattice.num_blocks(each.num_elements) for each in coded)
         ends = list(itertools.accumulate(sizes, initial=0))
         parts = itertools.starmap(slice, itertools.pairwise(ends))

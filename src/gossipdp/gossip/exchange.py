@@ -57,7 +57,6 @@ class Exchange:
     until the exchange has ended. The moments of the periods in ``moments`` travel too.
 
     Attributes:
-        num_applied: chunks that were applied so far.
         num_repeated: chunks that were sent a second time, in bfloat16.
         squared_distance: to the peer, over the trained parameters applied so far.
     """

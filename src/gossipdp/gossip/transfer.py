@@ -296,7 +296,6 @@ class Transfers:
         return tensor_bytes(fetch.room)
 
     def landed(self, link: Link, frame_type: FrameType, key: ChunkKey) -> None:
-        """Take the chunk that has landed."""
         fetch = self._awaited(link, key.counter)
         if fetch is not None:  # else the fetch ended while it was arriving
             self.num_chunks_received += 1

@@ -301,7 +301,6 @@ class FaultInjector:
 
     Args:
         num_workers: of the whole run, among whom the plan draws; or those here, if they join one.
-        seed: of the draws of workers.
         clock: that of the workers' logs, the same for all processes of a machine.
 
     Attributes:

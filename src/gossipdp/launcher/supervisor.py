@@ -97,7 +97,6 @@ class Supervisor:
         max_restarts: how many restarts, of all workers together.
         on_failure: called once for each failure; the others go on if all have :attr:`begun`.
         on_sentence: called with sentences for the user, once with each that workers have.
-        clock: seconds, monotonic.
 
     Attributes:
         workers: by local rank.

@@ -215,7 +215,6 @@ class Handshake:
     """One side of one handshake.
 
     Args:
-        identity: this worker's hello.
         secret: shared by all workers of the run, not empty; None inside TLS.
         wanted_rank: the rank that the dialler wants to reach; None: any, or this is an acceptor.
         admit: returns an acceptor's reason against a member whose run agrees; None: there is none.

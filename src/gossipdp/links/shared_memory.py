@@ -225,9 +225,7 @@ class SlotMemory:
     """The memory of this worker's exchange slots.
 
     Args:
-        log: for what does not work.
         may_share: True if peers may read it in place, if the system has sealed memory.
-        handler: pins the memory.
 
     Attributes:
         segment: the memory that peers may read; None: they may not, or there is none yet.

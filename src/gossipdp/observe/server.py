@@ -130,7 +130,6 @@ class StatusServer(http.server.ThreadingHTTPServer, sockets.DescriptorOwner):
         sockets.register(self)
 
     def serve(self, pages: Mapping[str, Page]) -> None:
-        """Show these pages, each under its path."""
         self.pages = pages
         # One for each page: the job's waits for other workers, which may ask for this one's status.
         self._build_locks = {path: threading.Lock() for path in pages}
@@ -257,7 +256,6 @@ class StatusPort:
             logger.info("worker %d shows its status at http://%s%s", self._rank, where, STATUS_PATH)
 
     def close(self) -> None:
-        """Show nothing any more."""
         if self._server is not None:
             self._server.close()
 
