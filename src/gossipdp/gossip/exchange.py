@@ -72,11 +72,9 @@ class Exchange:
         theta: float,
         moments: tuple[int, ...] = (),
     ) -> None:
-        self.link = link
-        self.id = id
+        self.link, self.id = link, id
         self.squared_distance = 0.0
-        self.num_applied = 0
-        self.num_repeated = 0
+        self.num_applied = self.num_repeated = 0
         self._chunks = state.carried(moments)
         self.num_chunks = len(self._chunks)
         self._codec = codec

@@ -64,8 +64,7 @@ class Publisher:
     """The maker of :class:`LoopSnapshot`. The gossip thread alone calls it."""
 
     def __init__(self, protocol: WorkerProtocol, links: Mapping[int, Link]) -> None:
-        self._protocol = protocol
-        self._links = links
+        self._protocol, self._links = protocol, links
         self._counters = Counters()  # as the last completed exchange, or notice, left them
         self._recent: deque[CompletedExchange] = deque(maxlen=RECENT_EXCHANGES)
         self._ended_bytes: Counter[str] = Counter()  # of links that have ended

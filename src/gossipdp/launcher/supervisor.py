@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from gossipdp.launcher.faults import FaultInjector
+from gossipdp.launcher.faults import FaultInjector, FaultPlan
 from gossipdp.launcher.launch_plan import LaunchPlan
 from gossipdp.launcher.processes import Ending, StartProcess, SupervisedWorker
 from gossipdp.launcher.reports import Report
@@ -121,7 +121,7 @@ class Supervisor:
         self._plan, self._start_process, self._clock = plan, start_process, clock
         self._num_restarts_left = max_restarts
         self._on_failure, self._on_sentence = on_failure, on_sentence
-        self._faults = faults
+        self._faults = faults or FaultInjector(FaultPlan(), plan.num_local)
         self._sentences: set[str] = set()
         first = plan.first_rank
         self.workers = [
@@ -225,9 +225,8 @@ class Supervisor:
     def step(self, timeout_s: float = POLL_S) -> bool:
         """Wait at most ``timeout_s`` for an event and act; return whether a worker runs or will."""
         dues = [due_at for due_at, _ in self._due.values() if due_at > self._looked_at_s]
-        waits_s = [timeout_s, *(due_at - self._clock() for due_at in dues)]  # others are held back
-        waits_s += [self._faults.wait_s()] if self._faults is not None else []
-        timeout_s = max(0.0, min(waits_s))
+        waits_s = [due_at - self._clock() for due_at in dues]  # others are held back
+        timeout_s = max(0.0, min(timeout_s, self._faults.wait_s(), *waits_s))
         things = [thing for worker in self.running for thing in worker.waits_for()]
         try:
             multiprocessing.connection.wait(things, timeout_s)  # type: ignore[arg-type]
@@ -252,8 +251,7 @@ class Supervisor:
                     self._say_waits_at = self._say_waits_at or now + SAY_WAITS_AFTER_S
                     text = "the run is complete; waiting for {} to end, unless Ctrl+C ends it"
                     self._say_waits(now, text)
-            if self._faults is not None:
-                self._faults.step(self.workers)
+            self._faults.step(self.workers)
             self._restart(now)
         if self._end_at is not None and now >= self._end_at and not self.ending:
             self.end()
@@ -286,8 +284,7 @@ class Supervisor:
         own_s = self.begun * max(0.0, self._grace_s - 2 * PATIENCE_S)
         self._ended_at = self._clock()
         self._kill_at = self._ended_at + PATIENCE_S + (self._grace_s if saves else own_s)
-        if self._faults is not None:
-            self._faults.release()  # a stopped worker would not see the signal
+        self._faults.release()  # a stopped worker would not see the signal
         self._give_up_waiting()
         for worker in self.running:  # those without our handlers by SIGTERM
             worker.send(number if worker.saves else signal.SIGTERM)
@@ -307,8 +304,7 @@ class Supervisor:
 
     def close(self) -> None:
         """Let go of all workers, which have ended, and judge the kills of our faults."""
-        if self._faults is not None:
-            self._faults.close()
+        self._faults.close()
         self._take_reports()  # the last ones before their ends
         if self._some_ended_well:
             self.failures = [failure for failure in self.failures if not failure.is_injected]
@@ -360,7 +356,7 @@ class Supervisor:
 
     def _ended(self, worker: SupervisedWorker, ending: Ending, now: float) -> None:
         self._take_reports()  # its last ones
-        is_injected = self._faults is not None and self._faults.ended(worker.rank, ending.reason)
+        is_injected = self._faults.ended(worker.rank, ending.reason)
         self._some_ended_well |= not ending.reason and worker.takes_part
         if self.ending or ending.reason:
             worker.kill_group()

@@ -232,13 +232,11 @@ class SlotMemory:
     """
 
     def __init__(self, log: OnceLog, *, may_share: bool, handler: LinkHandler) -> None:
-        self._handler = handler
+        self._log, self._may_share, self._handler = log, may_share, handler
         self._pinned: object = None
         self.segment: SharedSegment | None = None
         self._memory: memoryview | None = None
         self._num_segments = 0
-        self._log = log
-        self._may_share = may_share
 
     def allocate(self, num_bytes: int) -> memoryview:
         """Return memory for the slots of one exchange; see :meth:`.Transport.allocate`."""

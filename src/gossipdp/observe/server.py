@@ -218,8 +218,7 @@ class StatusPort:
     """One worker's status port: ``first_port`` + the worker's rank, or with 0 any free port."""
 
     def __init__(self, host: str, first_port: int) -> None:
-        self._host = host
-        self._first_port = first_port
+        self._host, self._first_port = host, first_port
         self._server: StatusServer | None = None
         self._pages: Mapping[str, Page] = {}
 

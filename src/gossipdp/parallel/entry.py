@@ -110,13 +110,10 @@ class Entry:
         directory = environment.tls if network.tls is None else Path(network.tls)
         self._tls = Tls(directory) if directory is not None else None
         self._environment = replace(environment, tls=directory)
-        self.replica = replica
-        self._flat = flat
-        self._state = flat.state
+        self._flat, self._state = flat, flat.state
         self.module, self.optimizers, self.options = module, optimizers, options
-        self._network = network
-        self.resumption = resumption
-        self._page = page
+        self._network, self._page = network, page
+        self.replica, self.resumption = replica, resumption
         self.between_steps = BetweenSteps(optimizers)
         if resumption is not None and resumption.base != flat.base_digest:
             raise ValueError(f"the checkpoints are of another frozen base: {UNLIKE_BASES}")

@@ -111,8 +111,7 @@ class Replica:
     """
 
     def __init__(self, environment: Environment, group: dist.ProcessGroup | None = None) -> None:
-        self.environment = environment
-        self._group = group
+        self.environment, self._group = environment, group
 
     @classmethod
     def of(cls, module: nn.Module, mesh: DeviceMesh | None, environment: Environment) -> "Replica":
