@@ -63,10 +63,7 @@ def run(arguments: TopArguments) -> int:
 
 @dataclasses.dataclass
 class Top:
-    """The loop: look, show, wait.
-
-    ``ask`` gives the answers that have come within a time; see ``StatusPoll.answers``.
-    """
+    """The loop: look, show, wait; ``ask`` is ``StatusPoll.answers``."""
 
     arguments: TopArguments
     board: StatusBoard

@@ -160,8 +160,7 @@ def _from_networkx(graph: nx.Graph[int]) -> Graph:
             "graph.remove_edges_from(list(networkx.selfloop_edges(graph)))"
         )
     # Ranks may be numpy integers here; ours are ints.
-    edges = ((int(left), int(right)) for left, right in graph.edges)
-    return Graph(map(int, graph), edges, name)
+    return Graph(map(int, graph), ((int(left), int(right)) for left, right in graph.edges), name)
 
 
 def _sized_name(kind: str, num_workers: int, num_edges: int) -> str:

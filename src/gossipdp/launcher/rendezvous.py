@@ -58,7 +58,6 @@ SAY_AFTER_S = 30.0
 _REFUSAL = "refusal"
 MAX_REFUSAL = 1100
 
-# Name and shape of everything that is exchanged, in order.
 Tensors = tuple[tuple[str, tuple[int, ...]], ...]
 
 

@@ -56,8 +56,7 @@ class HostedStore:
     queue, and no other process can take the port. Workers therefore import ``torch`` while
     the thread of :meth:`open_in_background` does.
 
-    A store on loopback stays until :meth:`close`, so that the user's own process groups can share
-    it; another one ends CLOSE_AFTER_S after all workers have begun.
+    A store on loopback stays until :meth:`close`: the user's own process groups can share it.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:

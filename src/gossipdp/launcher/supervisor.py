@@ -99,7 +99,6 @@ class Supervisor:
         on_sentence: called with sentences for the user, once with each that workers have.
 
     Attributes:
-        workers: by local rank.
         failures: of the workers that were not started again.
         begun: whether all workers here have begun to train, as last seen.
         is_complete: whether a worker holds the average at the end of the run.

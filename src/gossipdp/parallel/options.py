@@ -50,8 +50,7 @@ def _moments(name: str, given: Any) -> bool | dict[str, int]:
             f"{name} is {given!r}: give True, False, or the names of what the optimizer keeps with "
             "one exchange in how many carries it, such as {'exp_avg_sq': 16}"
         )
-    periods = {each: at_least_1(f"{name}[{each!r}]", n) for each, n in given.items()}
-    return periods or False
+    return {each: at_least_1(f"{name}[{each!r}]", n) for each, n in given.items()} or False
 
 
 def _buffers(name: str, given: Any) -> tuple[str, ...]:
