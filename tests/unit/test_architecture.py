@@ -30,10 +30,11 @@ LAYERS = {
     "observe": {"graph", "dynamics", "protocol", "links", "gossip", "launcher"},
     "parallel": {"graph", "dynamics", "protocol", "links", "gossip", "launcher", "observe"},
     "integrations": {"launcher", "parallel"},
-    "cli": {"graph", "protocol", "links", "launcher", "observe", "parallel"},
+    "cli": {"links", "launcher", "observe"},
 }
 LAB_LAYERS = {
     "console": set(),
+    "plan": set(),
     "baselines": set(),
     "tasks": {"baselines"},
     "simulate": {"tasks"},
