@@ -16,7 +16,7 @@ parallel    GossipDataParallel: the module wrapper, optimizer hooks, schedules, 
 integrations    callbacks and strategies for the training loops of other frameworks
 cli         the command line
 
-Demo, built-in trainings, simulator, report page and planner are in gossipdp_lab.
+Demo, built-in trainings, simulator and report page are in gossipdp_lab.
 
 Three walks; each file hands on to the next (a test says that all of them are there):
 

@@ -1,9 +1,8 @@
 """The laboratory of gossipdp: everything that a training process does not import.
 
-Its packages come with ``pip install 'gossipdp[lab]'``; ``plan`` needs none of them. Its commands
-appear as ``gossipdp demo``, ``plan``, ``train``, ``simulate`` and ``report`` by the entry points of
-pyproject.toml. Each package imports only those to its left, and the library, which never imports
-the lab (a test says so):
+Its packages come with ``pip install 'gossipdp[lab]'``; its commands appear as ``gossipdp demo``,
+``train``, ``simulate`` and ``report`` by the entry points of pyproject.toml. Each package imports
+only those to its left, and the library, which never imports the lab (a test says so):
 
     baselines  →  tasks  →  simulate  →  report  →  demo
 
@@ -14,5 +13,4 @@ report      pages from a run's logs, pictures of simulations, and ``gossipdp rep
 demo        several workers on this machine, with faults, and ``gossipdp demo``
 
 console     what their commands show: lines, tables, the progress of long work
-plan        ``gossipdp plan``
 """

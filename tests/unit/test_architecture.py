@@ -30,11 +30,10 @@ LAYERS = {
     "observe": {"graph", "dynamics", "protocol", "links", "gossip", "launcher"},
     "parallel": {"graph", "dynamics", "protocol", "links", "gossip", "launcher", "observe"},
     "integrations": {"launcher", "parallel"},
-    "cli": {"links", "launcher", "observe"},
+    "cli": {"graph", "protocol", "links", "launcher", "observe", "parallel"},
 }
 LAB_LAYERS = {
     "console": set(),
-    "plan": set(),
     "baselines": set(),
     "tasks": {"baselines"},
     "simulate": {"tasks"},

@@ -30,6 +30,7 @@ from gossipdp.rules import check_flags
 # it imports nothing slow.
 HERE = {
     "run": "gossipdp.cli.run",
+    "plan": "gossipdp.cli.plan",
     "top": "gossipdp.cli.top",
     "tls-init": "gossipdp.cli.tls_init",
 }

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from gossipdp.cli.main import main
+from gossipdp.cli.plan import BYTES_OF_A_VALUE, WRITTEN
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.gossip.codec import FORMATS, Codec
 from gossipdp.links.tls import Tls
 from gossipdp.rules import WireFormatName
-from gossipdp_lab.plan import BYTES_OF_A_VALUE, WRITTEN
 
 
 def plan(words: str) -> int:
