@@ -352,7 +352,9 @@ class GossipLoop(LinkHandler):
                 "worker %d closes its link to worker %d, which sent a message it cannot accept: "
                 "%s. They exchange nothing while that goes on. If both run the same version of "
                 "gossipdp, please report it",
-                *(self.protocol.rank, link.peer, printable(str(error))),
+                self.protocol.rank,
+                link.peer,
+                printable(str(error)),
             )
             link.close(str(error))
             return

@@ -252,7 +252,9 @@ class Environment:
                 "%s %s is loopback, so this worker listens on %s: workers on other "
                 "machines cannot reach it. Set GOSSIPDP_HOST to an address of this machine if "
                 "there are any.",
-                *(name, target, host),
+                name,
+                target,
+                host,
             )
         return host
 

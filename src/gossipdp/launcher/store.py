@@ -56,7 +56,8 @@ class HostedStore:
     queue, and no other process can take the port. Workers therefore import ``torch`` while
     the thread of :meth:`open_in_background` does.
 
-    A store on loopback stays until :meth:`close`: the user's own process groups can share it.
+    A store on loopback stays until :meth:`close`, so that the user's own process groups can share
+    it; another one ends CLOSE_AFTER_S after all workers have begun.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:

@@ -273,11 +273,14 @@ class StatusBoard:
         workers = tuple(JobWorker(**row) for row in rows)
         present = [worker for worker in workers if worker.state not in GONE]
         speeds = [each.samples_per_second for each in workers if each.samples_per_second]
-        same = ("run_id", "method", "graph", "comm_rate", "budget_samples")
         return JobStatus(
-            **{name: getattr(about, name) for name in same},
+            run_id=about.run_id,
+            method=about.method,
+            graph=about.graph,
+            comm_rate=about.comm_rate,
             num_workers=about.world_size,
             at_s=now_s,
+            budget_samples=about.budget_samples,
             # The sum over the ranks here, or the count of the best informed worker if it is larger.
             samples=max(
                 sum(worker.samples for worker in workers),

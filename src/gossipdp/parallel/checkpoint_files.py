@@ -328,7 +328,11 @@ def write_average(path: str | os.PathLike[str], state: dict[str, Any], average: 
         logger.warning(
             "%s stays: this run has ended there after %d samples, under worker %d; this average, "
             "after %d, is in %s",
-            *(path, other.samples, other.rank, average.samples, beside),
+            path,
+            other.samples,
+            other.rank,
+            average.samples,
+            beside,
         )
         path = beside
     text = msgspec.json.encode(average)

@@ -345,7 +345,9 @@ class Checkpointer:
             logger.error(
                 "worker %d: a checkpoint could NOT be written to %s: %s. Those written before are "
                 "kept, training goes on, and the next is tried when it is due",
-                *(self._worker.rank, self.place[1], error),
+                self._worker.rank,
+                self.place[1],
+                error,
             )
         except Exception as error:
             self._num_failed += 1

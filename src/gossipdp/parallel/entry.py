@@ -296,13 +296,17 @@ class Entry:
         self._thread.start()
 
     def _identity(self, host: str, run_id: str, rank: int, process_id: int) -> Identity:
-        shared = ("model", "method", "graph", "comm_rate", "wire_format")
+        settings = self.settings
         return Identity(
             rank=rank,
             incarnation=self.incarnation,
             process_id=process_id,
             run_id=run_id,
-            **{name: getattr(self.settings, name) for name in shared},
+            model=settings.model,
+            method=settings.method,
+            graph=settings.graph,
+            comm_rate=settings.comm_rate,
+            wire_format=settings.wire_format,
             timeout=f"{self._network.timeout_s:g} s",
             host=host,
         )

@@ -139,7 +139,9 @@ def warn_of_steps_after(rank: int, known: Mapping[int, int], result: Consolidate
             "workers together: budget_samples= with model.batches(loader) or `while not "
             "model.finished`, or model.epochs(loader, n), with one samples= for all if their "
             "datasets differ in length",
-            *(rank, own, later),
+            rank,
+            own,
+            later,
         )
 
 
