@@ -89,9 +89,8 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         self.identity = msgspec.structs.replace(
             identity, host=identity.host or bound_host, port=bound_port
         )
-        self.handler = handler
+        self.handler, self.clock = handler, clock
         self.tag = run_tag(identity.run_id)
-        self.clock = clock
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._secret = secret if tls is None else None
         self._tls = tls

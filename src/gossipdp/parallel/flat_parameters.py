@@ -63,7 +63,6 @@ class FlatParameters:
     values.
 
     Args:
-        module, optimizers: the user's.
         views: of the module's parameters and buffers; see :func:`~.views.views_of`.
         momentum: whether trained parameters carry c (method ``a2cid2``).
         moments: the tensors of each optimizer's state that travel; by default none.

@@ -72,9 +72,7 @@ class Worker(Entry):
     closes the worker.
 
     Attributes:
-        checkpointer, batches, monitoring: its parts.
         frozen_names: returns the names of what is left alone.
-        is_closed: it has left the run.
         average_saved_at_step: the step at which the script last saved an average; -1: it has not.
     """
 

@@ -221,16 +221,19 @@ def test_after_the_run_began_the_others_go_on(make):
 
 
 MISSED = f"worker 0 {CRASH.reason}: the run is complete without it"
+WAITS = "the run is complete; waiting for worker 2 to end, unless Ctrl+C ends it"
 
 
 def test_who_waits_for_a_restart_is_not_started_once_the_run_is_complete(make):
     setting = make(begun=True, max_restarts=5)
     setting.die(0, at=[1])
     assert setting.supervisor.may_restart
-    assert setting.end_well(1, at=[1.05, 2, 3])  # worker 2 trains
+    assert setting.end_well(1, at=[1.05, 2, 11])  # worker 2 trains
     assert not setting.supervisor.may_restart
-    assert not setting.end_well(2, at=[4])
-    assert (setting.restarted, setting.sentences, setting.failed) == ([], [MISSED], [])
+    assert setting.sentences == [MISSED]
+    assert setting.step(11.1, 30)
+    assert not setting.end_well(2, at=[31])
+    assert (setting.restarted, setting.sentences, setting.failed) == ([], [MISSED, WAITS], [])
 
 
 def test_who_is_back_when_the_run_is_complete_is_ended(make):

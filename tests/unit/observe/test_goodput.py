@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossipdp.observe.goodput import Part, Progress, goodput_of, lost_seconds_per_fault
+from gossipdp.observe.goodput import Part, Progress, goodput_of
 
 
 def stepped(durations_s: list[float]) -> Progress:
@@ -129,10 +129,3 @@ def test_a_run_s_goodput_is_by_the_samples_that_each_could_have_made():
     assert goodput_of([fast, Part(0, 10.0, math.nan)]) == pytest.approx(500 / 2000)
     assert math.isnan(goodput_of([Part(0, 10.0, math.nan)]))
     assert math.isnan(goodput_of([]))
-
-
-def test_seconds_lost_are_shared_among_the_faults():
-    parts = [Part(750, 10.0, 100.0), Part(1000, 10.0, 100.0)]
-    assert lost_seconds_per_fault(parts, 2) == pytest.approx(1.25)
-    assert math.isnan(lost_seconds_per_fault(parts, 0))
-    assert lost_seconds_per_fault([Part(1010, 10.0, 100.0)], 1) == 0.0, "a matter of rounding"
