@@ -229,7 +229,6 @@ class WorkerProtocol:
         """
         self.is_done = True
         self._waits_until = now + wait_s
-        self._tick_at = now + self.timeout_s / TICKS_PER_TIMEOUT
         self.consolidation.participants.wait_ticks = TICKS_PER_TIMEOUT * wait_s / self.timeout_s
         self.pairing.stop_asking()
         self.clock.pause(now)
