@@ -167,7 +167,7 @@ def test_an_exchange_that_is_withdrawn_before_its_first_chunk_costs_nothing():
 
 
 def test_while_it_cannot_afford_more_its_own_demands_wait_too():
-    rate = rate_after(0.01, step_s=1.0)
+    rate = rate_after(0.01, step_s=None)
     worker = make_worker(0, exchange_rate=rate)
     now, actions = 0.0, list[Action]()
     while not said(actions, 0):

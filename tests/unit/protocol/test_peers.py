@@ -30,8 +30,9 @@ def exchange(peers: Peers, peer: int, now: float = 1.0, **measured: float) -> No
     peers.exchanged(peer, now, **values)
 
 
+answer_kinds = ["ask", "ask", "answer", "late answer", "no answer", "heard", "says"]
 answer_event = st.tuples(
-    st.sampled_from(["ask", "ask", "answer", "late answer", "no answer", "heard", "says", "link"]),
+    st.sampled_from([*answer_kinds, "link", "slept"]),
     st.sampled_from([1, 2]),
     st.sampled_from([0.001, 0.1, 0.4, 3.0]),  # seconds that pass before it
 )
@@ -85,9 +86,14 @@ def test_waits_and_who_is_left_out_are_those_of_a_model_after_every_event(events
                 left_out.pop(peer, None)
             case "link":
                 peers.up(peer, now)
-                asked[peer].clear()
                 left_out.pop(peer, None)
-        assert peers.has_changed == (kind in ("link", "no answer") or left_out != before)
+            case "slept":
+                peers.slept(now)
+        for each in {"link": [peer], "slept": [1, 2]}.get(kind, []):
+            for id, _ in asked[each]:  # an answer that comes now tells nothing
+                peers.answered(each, id, now, in_time=True)
+            asked[each].clear()
+        assert peers.has_changed == (kind in ("link", "no answer", "slept") or left_out != before)
         assert peers.can_exchange([1, 2], now) == [each for each in (1, 2) if each not in left_out]
         for each in (1, 2):
             assert peers.wait_s(each) == pytest.approx(wait_of(each))

@@ -12,7 +12,7 @@ from gossipdp.protocol.actions import Begin, Send, Stop, Unlink
 from gossipdp.protocol.members import Status
 from gossipdp.protocol.pairing import Idle, Proposing
 from gossipdp.protocol.peers import FIRST_WAIT_S
-from gossipdp.protocol.worker import Action, WorkerProtocol
+from gossipdp.protocol.worker import MOST_OWED, Action, WorkerProtocol
 
 
 def ask_others(worker: WorkerProtocol, now: float) -> Proposing:
@@ -166,8 +166,11 @@ def test_each_exchange_is_measured_from_its_own_begin_and_by_its_own_gaps(exchan
 
 
 def test_who_is_asked_less_than_its_half_asks_more():
-    """Its neighbours make no step, so they ask for nothing; each answers at once."""
+    """Its neighbours asked before, and make no step now: they ask no more, and answer at once."""
     worker, counts = make_worker(0, 2), list[int]()
+    for number in range(100):
+        worker.receive(0, ask(0, number), 0.0)
+        worker.finished(ask(0, number).message.id, 0.0)
     for step in range(1, 201):
         now = float(step)
         counts.append(0)
@@ -178,8 +181,11 @@ def test_who_is_asked_less_than_its_half_asks_more():
             worker.receive(state.peer, say.Envelope(say.Accept(state.id, 0.5)), now)
             actions = worker.finished(state.id, now)
             counts[-1] += 1
-    assert sum(counts[40:]) == pytest.approx(160, abs=8), "it begins with none owed"
+    assert sum(counts[50:]) == pytest.approx(150, abs=8), "it begins with the most ahead"
     assert max(counts) == 2, "at a tick"
+    for step in range(201, 221):  # nobody answers
+        worker.step(1, float(step))
+    assert worker._owed == MOST_OWED
 
 
 def test_method_none_answers_busy_and_never_asks():

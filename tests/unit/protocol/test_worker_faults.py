@@ -71,11 +71,16 @@ GIVEN |= {"id": say.ExchangeId(0, 0, 1), "envelope": tell(), "message": say.Hear
 GIVEN |= {"reason": "a test", "is_refused": False}
 
 
+@pytest.mark.parametrize("waits_for", ["bytes", "answers"])
 @pytest.mark.parametrize("first", INPUTS)
-def test_who_slept_blames_nobody_whatever_it_is_told_first(first):
+def test_who_slept_blames_nobody_whatever_it_is_told_first(first, waits_for):
     worker = make_worker(0, 2)
     run(worker, 0.0, 4.0, [0, 2])
     worker.receive(0, ask(0), 4.0)
+    if waits_for == "answers":  # of worker 2: to FREE, and to a proposal
+        worker.receive(2, ask(2), 4.0)
+        worker.finished(ask(0).message.id, 4.0)
+        worker._settle(worker.pairing.tick(), 4.0)
     now = 4.0 + 3600.0
     parameters = inspect.signature(getattr(WorkerProtocol, first)).parameters.values()
     given = {
@@ -92,6 +97,8 @@ def test_who_slept_blames_nobody_whatever_it_is_told_first(first):
     asked = [each for each in said(actions, 0) if isinstance(each, say.AskLife)]
     assert [each for each in asked if each.suspect == 2] == []
     assert worker.peers.silent == frozenset()
+    assert worker.proposals_unanswered == 0
+    assert 2 in worker.pairing.available
     assert worker.membership.live() == tuple(range(6))
     (notice,) = of_type(actions, Notice)
     assert (notice.rank, notice.kind) == (1, "stopped")
