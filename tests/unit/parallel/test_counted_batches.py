@@ -16,7 +16,6 @@ from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
 from gossipdp import Counting, ProgressLR
-from gossipdp.parallel.entry import Entry
 from gossipdp.parallel.stats import Consolidated
 
 
@@ -344,9 +343,9 @@ def test_random_samplers_that_draw_alike_get_a_warning(
     linear, monkeypatch, caplog, *, kind, order, size
 ):
     """Without a ``size`` the sampler lies within the loader's sampler of batches."""
-    monkeypatch.setattr(Entry, "draws_alike", True)
     arguments = ([1.0] * 12, 12) if kind is WeightedRandomSampler else (range(12),)
     model, _ = linear(budget_samples=20)
+    monkeypatch.setattr(model._worker, "world_size", 2)  # both with torch's state of the start
     sampler = kind(*arguments, generator=order)
     if size is None:
         sampler = BatchSampler(sampler, 4, drop_last=False)

@@ -141,11 +141,11 @@ def test_chunks_are_larger_on_an_accelerator_or_as_the_variable_says(monkeypatch
     sizes = [1 << bits for bits in (20, 26, 29, 40)]
     cuts = [[chunk_bytes_for(n, is_on_accelerator=on) >> 20 for n in sizes] for on in (False, True)]
     assert cuts == [[1, 1, 2, 4], [1, 16, 32, 32]]
-    monkeypatch.setenv("GOSSIPDP_CHUNK_MIB", "2")
-    assert {chunk_bytes_for(n, is_on_accelerator=on) >> 20 for n in sizes for on in (0, 1)} == {2}
-    state = flatten(nn.Linear(1024, 600)).state
-    assert state.chunks[0].num_elements == 1 << 19
-    assert "in chunks of 524288)" in state.description()[0][0]
+    for given in (1, 64, 2):
+        monkeypatch.setenv("GOSSIPDP_CHUNK_MIB", str(given))
+        cuts = {chunk_bytes_for(n, is_on_accelerator=on) for n in sizes for on in (False, True)}
+        assert cuts == {given << 20}
+    assert "in chunks of 524288)" in flatten(nn.Linear(1024, 600)).state.description()[0][0]
     for given in ("", "0", "65", "1.5", "-1", "two"):
         monkeypatch.setenv("GOSSIPDP_CHUNK_MIB", given)
         with pytest.raises(ValueError, match="it takes a whole number, 1 to 64"):
@@ -274,14 +274,14 @@ def test_autocast_sees_what_was_swapped_in():
 
 
 def test_views_of_parameters_in_a_state_dict_become_views_of_the_others():
-    """As where a hook splits a fused projection, or turns it round."""
+    """As where a hook splits a fused projection, or turns it round; one of its bits stays."""
     net = nn.Linear(4, 6)
-    flat = flatten(net)
-    query, value = net.weight.detach().chunk(2)
-    values = {"query": query, "value": value, "turned": net.weight.detach().T, "copy": query + 0}
+    flat, weight = flatten(net), net.weight.detach()
+    query, value, bits = *weight.chunk(2), weight.view(torch.int32)
+    values = {"query": query, "value": value, "turned": weight.T, "bits": bits, "copy": query + 0}
     flat.export(values, [torch.arange(64.0) for _ in flat.state.segments])
-    whole = torch.arange(24.0).view(6, 4)
-    expected = {"query": whole[:3], "value": whole[3:], "turned": whole.T, "copy": query}
+    new = torch.arange(24.0).view(6, 4)
+    expected = {"query": new[:3], "value": new[3:], "turned": new.T, "bits": bits, "copy": query}
     torch.testing.assert_close(values, expected, rtol=0, atol=0)
 
 
@@ -291,7 +291,7 @@ def adapted(base: nn.Module) -> nn.ModuleDict:
 
 
 def test_a_frozen_base_is_left_alone_and_what_moves_in_it_is_told(caplog):
-    net = adapted(nn.Linear(8, 8))
+    net = adapted(nn.Linear(8, 2))  # 18 values, for an adapter of 8
     place = net["base"].weight.data_ptr()
     flat = flatten(net)
     assert {segment.role for segment in flat.state.segments} == {Role.TRAINED}
@@ -363,4 +363,4 @@ def test_the_digest_tells_bases_apart(make):
 
     assert digest_of(0) == digest_of(0) != digest_of(1)
     assert digest_of(0) != digest_of(0, changed=True)
-    assert flatten(nn.Linear(2, 2)).base_digest == ""
+    assert flatten(adapted(nn.Linear(8, 2, bias=False))).base_digest == "", "small, so averaged"

@@ -2,7 +2,8 @@
 
 import dataclasses
 import os
-from contextlib import closing
+from contextlib import closing, nullcontext
+from copy import deepcopy
 from itertools import count
 from random import Random
 from types import SimpleNamespace
@@ -18,16 +19,17 @@ from gossipdp.dynamics.state import State
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.counters import Counters
 from gossipdp.launcher import rendezvous
-from gossipdp.launcher.environment import Environment
+from gossipdp.launcher.environment import UNKNOWN_RANK, Environment
 from gossipdp.launcher.reports import ReportChannel, report_variables
 from gossipdp.parallel import entry, pace
 from gossipdp.parallel.checkpoint import Counts, file_path
 from gossipdp.parallel.options import Exchange, Options
 from gossipdp.parallel.pace import MAX_LAG, Pace, is_rate_low
 from gossipdp.parallel.shards import Agreed
+from gossipdp.parallel.training_state import capture
 from gossipdp.parallel.worker import Worker
 from gossipdp.protocol.members import Member, Progress, ProgressEntry, Status
-from gossipdp.protocol.messages import Accept, ExchangeId, Propose
+from gossipdp.protocol.messages import Accept, ExchangeId, Members, Propose
 from gossipdp.protocol.neighbours import Fresh
 from gossipdp.protocol.pairing import Pairing
 
@@ -135,15 +137,10 @@ OTHERS = (ProgressEntry(1, 50, samples=80, steps=8), ProgressEntry(2, 60, sample
 
 
 class Counting(Worker):
-    """As much of a worker as counts, in the life that ``arrive`` gives it."""
+    """As much of a worker as counts, of what it has ``_heard``."""
 
     def __init__(self) -> None:
-        self.replica = SimpleNamespace(is_sharded=False)
-        self._gradient_steps = self._samples = 0
-
-    def arrive(self, progress: Progress, rank: int, before: Counts) -> None:
-        """Join under a rank that had counted so much before."""
-        self.rank, self.before, self._heard = rank, before, progress
+        self.before, self.replica = Counts(), SimpleNamespace(is_sharded=False)
 
     def train(self, samples: int) -> None:
         """Count one step, as a boundary and the gossip thread after it do."""
@@ -155,32 +152,19 @@ class Counting(Worker):
         return Agreed(samples, self._heard.others_samples)
 
 
-def test_a_second_life_counts_what_the_first_trained_once():
-    progress = Progress(0, 12)
-    progress.merge_all([ProgressEntry(0, 11, samples=50, steps=5), *OTHERS], 0.0)
-    worker = Counting()
-    worker.arrive(progress, 0, Counts(step=7, steps=5, samples=50))
-    for samples in (10, 10, 4):
-        worker.train(samples)
-    assert worker.total_samples() == 50 + 80 + 7 + 24 == progress.total_samples
-    assert worker.counts() == Counts(step=10, steps=8, samples=74)
-    assert progress.by_rank() == {0: (74, 8), 1: (80, 8), 2: (7, 1)}
-
-
-def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once(monkeypatch):
+def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once():
     worker, before = Counting(), Progress(3, 11)
     before.merge_all(OTHERS, 0.0)
-    worker.arrive(before, 3, Counts())
+    worker.rank, worker._heard = 3, before
     for samples in (10, 20):
         worker.train(samples)
 
     def join() -> None:
-        after = Progress(4, 12)
-        after.merge_all(before.news()[0], 0.0)
-        worker.arrive(after, 4, Counts())
+        assert worker.rank == 3, "it joins once"
+        worker.rank, worker._heard = 4, Progress(4, 12)
+        worker._heard.merge_all(before.news()[0], 0.0)
 
-    monkeypatch.setattr(worker, "_give_up_rank", lambda superseded: None)
-    monkeypatch.setattr(worker, "_join", join)
+    worker._give_up_rank, worker._join_once = lambda superseded: None, join
     worker._rendezvous, logged = SimpleNamespace(mark_ready=lambda rank: None), []
     worker.monitoring = SimpleNamespace(come_again=lambda: logged.append(worker.rank))
     worker.come_again(SupersededError("another process has rank 3"))
@@ -195,8 +179,7 @@ def test_a_replica_joins_under_a_rank_that_was_its_own_for_a_time_out(monkeypatc
     """Another one has the first that it was given, as it hears after 0.9 s."""
     worker, clock, looks, joined, given_up = Counting(), Clock(), count(), [], []
     worker.rank, worker._network = 3, SimpleNamespace(timeout_s=1.0)
-    worker._environment = Environment(world_size=5, num_shards=2)
-    disputed = SupersededError("another process has rank 3")
+    disputed, ranks = SupersededError("another process has rank 3"), []
 
     def check() -> None:
         assert next(looks) < 100, "it does not pause"
@@ -206,12 +189,41 @@ def test_a_replica_joins_under_a_rank_that_was_its_own_for_a_time_out(monkeypatc
     def pause(seconds: float) -> None:
         clock.now_s += seconds
 
-    worker._thread, worker.replica.first_says = SimpleNamespace(check=check), lambda rank: rank
+    worker._thread, worker.replica.first_says = SimpleNamespace(check=check), lambda own: own or 4
     worker._join, worker._give_up_rank = lambda: joined.append(clock.now_s), given_up.append
     monkeypatch.setattr(entry, "time", SimpleNamespace(monotonic=clock, sleep=pause))
-    worker._join_with_one_rank()
-    assert (given_up, worker._environment.rank) == ([disputed], 3)
-    assert [*joined, clock.now_s] == pytest.approx([0.0, 0.9, 1.9], abs=0.11)
+    for shard in (0, 1):  # the second joins when it hears of the rank
+        worker._environment = Environment(world_size=5, shard=shard, num_shards=2)
+        worker._join_with_one_rank()
+        ranks.append(worker._environment.rank)
+    assert (given_up, ranks) == ([disputed], [3, 4])
+    assert joined == pytest.approx([0.0, 0.9, 1.9], abs=0.11)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_one_that_joins_goes_on_after_the_newest_file_of_its_rank(linear, monkeypatch, tmp_path):
+    """In a resumed run an earlier life may have saved after the steps that the others know of."""
+    model, optimizer = linear(tmp_path, 2)
+    step(model, optimizer, times=3)
+    worker, found = model._worker, []
+    answer = Members(1, is_ending=False, members=(Member(0, 2, 7, restarts=2),), progress=())
+    taken = deepcopy(capture(worker.optimizers))
+    monkeypatch.setattr(entry, "ask_members", lambda *_, **__: answer)
+    monkeypatch.setattr(entry, "take_state", lambda *_, **__: taken)
+    monkeypatch.setattr(worker, "_listening", lambda: nullcontext((None, "127.0.0.1")))
+    monkeypatch.setattr(worker, "_start_thread", lambda *_, **__: None)
+    worker._secret = b"of this test"
+    for rank, saved in ((0, 2), (0, 9), (UNKNOWN_RANK, 9)):
+        file_path(tmp_path, 0, saved).touch()
+        worker._environment = Environment(rank=rank, join=(("127.0.0.1", 9),), unique_run_id=True)
+        worker._call(worker._loop.hold)
+        optimizer.param_groups[0]["lr"] = 0.7
+        worker._join_once()
+        assert worker._protocol.pairing.answers
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        found.append((worker.rank, worker.incarnation, worker._restarts, worker.before))
+    again = 0, 3, 3
+    assert found == [(*again, Counts(3, 3, 3)), (*again, Counts(9, 3, 3)), (1, 0, 0, Counts())]
 
 
 def test_only_the_first_model_of_a_script_says_where_to_join_it(wrap_sgd, monkeypatch):
