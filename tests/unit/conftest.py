@@ -25,8 +25,8 @@ def serve() -> Iterator[Callable[..., StatusServer]]:
     """``serve(pages)``: a status server of these pages, or whose ``/status`` is what is called."""
     servers: list[StatusServer] = []
 
-    def start(pages: Any = lambda: b"{}", **options: Any) -> StatusServer:
-        server = StatusServer("127.0.0.1", 0, **options)
+    def start(pages: Any = lambda: b"{}", host: str = "127.0.0.1", **options: Any) -> StatusServer:
+        server = StatusServer(host, 0, **options)
         servers.append(server)
         server.serve({"/status": Page("application/json", pages)} if callable(pages) else pages)
         return server

@@ -100,6 +100,17 @@ def test_process_1_reaps_what_a_dead_worker_left_behind():
         assert not psutil.pid_exists(left.pid)
 
 
+def test_a_process_that_hangs_in_the_kernel_is_given_up(monkeypatch):
+    worker = ScriptWorker([sys.executable, "-c", "import signal; signal.pause()"], VARIABLES)
+    with monkeypatch.context() as patch:
+        patch.setattr("gossipdp.launcher.local.UNKILLABLE_S", 0.0)
+        patch.setattr(worker, "kill", lambda: None)
+        worker.discard()
+    assert runs(worker.pid)
+    worker.discard()
+    assert not runs(worker.pid)
+
+
 def test_a_forked_worker_that_the_fork_server_has_reaped_gets_no_signal(monkeypatch):
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda *signalled: sent.append(signalled))

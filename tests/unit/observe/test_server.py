@@ -6,6 +6,7 @@ import os
 import re
 import select
 import socket
+import threading
 from contextlib import closing
 
 import msgspec
@@ -68,6 +69,8 @@ def test_a_page_is_shown_with_its_type_and_others_are_named(serve):
 )
 def test_requests_good_and_bad(serve, request_, status):
     assert say(serve(), request_).split()[1] == status
+    everywhere = serve(host="0.0.0.0")  # which has names
+    assert say(everywhere, request_).split()[1] == (b"200" if status == b"403" else status)
 
 
 def test_a_request_in_pieces_and_one_cut_off(serve):
@@ -102,7 +105,10 @@ def test_who_says_nothing_is_dropped_in_time(serve, monkeypatch):
 
 def test_of_too_many_the_oldest_goes(serve, monkeypatch):
     monkeypatch.setattr(status_server, "MAX_CONNECTIONS", 2)
-    server = serve()
+    server, gone = serve(), socket.socket()  # as one that its other end has reset
+    server._connections[gone] = None
+    server._end(1)
+    server.close_request(gone)
     silent = [socket.create_connection(server.address, timeout=LONGEST_S) for _ in range(2)]
     assert get(server)[0].status == 200
     assert silent[0].recv(1) == b""
@@ -175,6 +181,17 @@ def test_a_page_that_waits_delays_no_other(serve):
     waits = Page("", lambda: get(server)[1])
     server = serve({"/job": waits, "/status": Page("", lambda: b"mine")})
     assert get(server, "/job")[1] == b"mine"
+
+
+def test_who_closes_it_waits_until_the_port_is_free(serve, monkeypatch):
+    """The thread frees it only once somebody waits for its end."""
+    server, awaited = serve(), threading.Event()
+    free, join = server.server_close, server._thread.join
+    monkeypatch.setattr(server, "server_close", lambda: awaited.wait(LONGEST_S) and free())
+    monkeypatch.setattr(server._thread, "join", lambda limit_s: awaited.set() or join(limit_s))
+    server.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(server.address, timeout=1)
 
 
 def test_a_failure_of_the_thread_ends_it_with_a_warning(caplog, monkeypatch):
