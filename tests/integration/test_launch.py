@@ -19,7 +19,6 @@ from run_processes import free_port, wait_until_gone
 from waiting import FOR_EVER_S, LONGEST_S, wait_until
 
 from gossipdp.errors import WorkerFailedError
-from gossipdp.launcher import supervisor
 from gossipdp.launcher.environment import Environment
 from gossipdp.launcher.local import launch
 from gossipdp.launcher.rendezvous import Rendezvous, Settings
@@ -120,19 +119,6 @@ def test_time_runs_out(workers):
         workers(time.sleep, 2, (FOR_EVER_S,), timeout_s=1)
 
 
-def test_on_poll_is_called_and_what_it_raises_ends_the_run(workers):
-    calls = []
-
-    def poll() -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        workers(time.sleep, 2, (FOR_EVER_S,), on_poll=poll)
-    assert len(calls) == 3
-
-
 def test_mistakes_are_told():
     with pytest.raises(ValueError, match="world_size is 0; it must be at least 1"):
         launch(os.getpid, world_size=0)
@@ -184,28 +170,6 @@ def test_nothing_is_left_after_ctrl_c(workers, tmp_path):
         workers(stay, 2, (str(tmp_path),), on_poll=signal_when_all_stay)
     wait_until_gone(pids_in(tmp_path))
     assert not multiprocessing.process._children, "nor a descriptor of theirs"
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
-def stay_whatever_comes(directory: str) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    Path(directory, "here").touch()
-    time.sleep(FOR_EVER_S)
-
-
-def test_a_second_ctrl_c_kills_at_once(workers, tmp_path, monkeypatch):
-    sent: list[int] = []
-
-    def signal_twice() -> None:
-        if (tmp_path / "here").exists() and len(sent) < 2:
-            sent.append(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(supervisor, "PATIENCE_S", FOR_EVER_S)
-    with pytest.raises(KeyboardInterrupt):
-        workers(stay_whatever_comes, 1, (str(tmp_path),), on_poll=signal_twice)
-    assert len(sent) == 2
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 

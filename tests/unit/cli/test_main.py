@@ -72,29 +72,26 @@ def test_options_end_where_the_script_begins(words, options, script):
     assert split_script(words.split()) == (options.split(), script.split())
 
 
-RUN, REPORT = "run -n 2 x.py", "report logs"
-
-
 @pytest.mark.parametrize(
-    ("words", "error", "status"),
+    ("command", "error", "status"),
     [
-        (RUN, RefusedError("graph differs"), 1),
-        (RUN, RendezvousError("port 5 is in use"), 2),
-        (RUN, FileNotFoundError("no file x"), 2),
-        (RUN, KeyboardInterrupt(), 130),
-        (RUN, BrokenPipeError(), 1),
-        (RUN, ValueError("from beneath us"), None),  # a bug, as this module is not gossipdp's
-        (RUN, ModuleNotFoundError(name="matplotlib"), None),
-        (REPORT, ModuleNotFoundError(name="gossipdp_lab.gone"), None),
-        (REPORT, ModuleNotFoundError(name="matplotlib.pyplot"), 2),
+        ("run", RefusedError("graph differs"), 1),
+        ("run", RendezvousError("port 5 is in use"), 2),
+        ("run", FileNotFoundError("no file x"), 2),
+        ("run", KeyboardInterrupt(), 130),
+        ("run", BrokenPipeError(), 1),
+        ("run", ValueError("from beneath us"), None),  # a bug, as this module is not gossipdp's
+        ("run", ModuleNotFoundError(name="matplotlib"), None),
+        ("report", ModuleNotFoundError(name="gossipdp_lab.gone"), None),
+        ("report", ModuleNotFoundError(name="matplotlib.pyplot"), 2),
     ],
 )
-def test_an_error_is_one_line(words, error, status, monkeypatch):
+def test_an_error_is_one_line(command, error, status, monkeypatch):
     def fail(arguments: object) -> int:
         raise error
 
-    shown, (command, *options) = io.StringIO(), words.split()
-    monkeypatch.setattr(sys, "stderr", shown)
+    options = ["logs"] if command == "report" else ["-n", "2", "x.py"]
+    monkeypatch.setattr(sys, "stderr", shown := io.StringIO())
     monkeypatch.setattr(f"{COMMANDS[command]}.run", fail)
     if status is None:
         with pytest.raises(type(error)):

@@ -6,7 +6,6 @@ import os
 import re
 import select
 import socket
-import threading
 from contextlib import closing
 
 import msgspec
@@ -86,16 +85,8 @@ def test_a_request_in_pieces_and_one_cut_off(serve):
 
 
 def test_a_request_without_end_is_refused(serve):
-    server = serve()
-    with socket.create_connection(server.address, timeout=LONGEST_S) as connection:
-        try:
-            for _ in range(100):
-                connection.sendall(b"x" * 1024)
-            answer = connection.recv(4096)
-        except ConnectionError:  # it had closed before we were through
-            answer = b"HTTP/1.0 431 "
-    assert answer.startswith(b"HTTP/1.0 431 ")
-    assert get(server)[0].status == 200
+    request = b"x" * (status_server.MAX_REQUEST_BYTES + 1)
+    assert say(serve(), request).startswith(b"HTTP/1.0 431 ")
 
 
 def test_who_says_nothing_is_dropped_in_time(serve, monkeypatch):
@@ -181,17 +172,6 @@ def test_a_page_that_waits_delays_no_other(serve):
     waits = Page("", lambda: get(server)[1])
     server = serve({"/job": waits, "/status": Page("", lambda: b"mine")})
     assert get(server, "/job")[1] == b"mine"
-
-
-def test_who_closes_it_waits_until_the_port_is_free(serve, monkeypatch):
-    """The thread frees it only once somebody waits for its end."""
-    server, awaited = serve(), threading.Event()
-    free, join = server.server_close, server._thread.join
-    monkeypatch.setattr(server, "server_close", lambda: awaited.wait(LONGEST_S) and free())
-    monkeypatch.setattr(server._thread, "join", lambda limit_s: awaited.set() or join(limit_s))
-    server.close()
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(server.address, timeout=1)
 
 
 def test_a_failure_of_the_thread_ends_it_with_a_warning(caplog, monkeypatch):

@@ -9,6 +9,7 @@ import torch
 from bitwise import assert_bitwise, there_and_back
 from calling_back import CallingLock
 from torch import nn
+from waiting import wait_until
 
 from gossipdp.dynamics.device import Device
 from gossipdp.gossip.transfer import Offer
@@ -134,12 +135,7 @@ def watched() -> tuple[torch.optim.Optimizer, BetweenSteps]:
 
 
 def offered(between: BetweenSteps, key: object = "a request") -> Offer:
-    """Wait until another thread has described it."""
-    deadline_s = time.monotonic() + 30.0
-    while (offer := between.offer(key)) is None:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
-    return offer
+    return wait_until(lambda: between.offer(key), "another thread has described it")
 
 
 def taken(offer, max_bytes=1 << 30):
