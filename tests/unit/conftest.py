@@ -1,6 +1,7 @@
 """Fixtures of unit tests: workers' transports, status servers, open descriptors, a fake card."""
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ def serve() -> Iterator[Callable[..., StatusServer]]:
     """``serve(pages)``: a status server of these pages, or whose ``/status`` is what is called."""
     servers: list[StatusServer] = []
 
-    def start(pages: Any = lambda: b"{}", **options: Any) -> StatusServer:
-        server = StatusServer("127.0.0.1", 0, **options)
+    def start(pages: Any = lambda: b"{}", host: str = "127.0.0.1", **options: Any) -> StatusServer:
+        server = StatusServer(host, 0, **options)
+        free = server.server_close
+        server.server_close = lambda: time.sleep(0.001) or free()  # close() waits for it
         servers.append(server)
         server.serve({"/status": Page("application/json", pages)} if callable(pages) else pages)
         return server

@@ -57,15 +57,14 @@ def as_sharded(like: Tensor, values: Tensor) -> Tensor:
         return values
     from torch.distributed.tensor import DTensor
 
-    with torch.no_grad():
-        return DTensor.from_local(
-            values,
-            sharded.device_mesh,
-            sharded.placements,
-            run_check=False,
-            shape=sharded.shape,
-            stride=sharded.stride(),
-        )
+    return DTensor.from_local(
+        values,
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )
 
 
 def reshard(module: nn.Module) -> None:

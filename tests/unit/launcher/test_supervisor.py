@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -422,10 +423,13 @@ def test_a_limit_of_descriptors_that_is_lowered_ends_no_worker(make, monkeypatch
     def wait(things: list[object], timeout_s: float) -> list[object]:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    setting = make(begun=True, max_restarts=3)
+    setting, slept = make(begun=True, max_restarts=3), list[float]()
     monkeypatch.setattr("multiprocessing.connection.wait", wait)
+    monkeypatch.setattr(supervision, "time", SimpleNamespace(sleep=slept.append))
     assert setting.die(0, at=[1.0, 1.2])
     assert (setting.restarted, setting.running) == ([(0, 1.2)], {0, 1, 2})
+    assert [setting.supervisor.step(0.02), setting.supervisor.step(60.0)] == [True, True]
+    assert slept[-2:] == [0.02, supervision.POLL_S], "it takes no core meanwhile"
 
 
 def test_the_delay_doubles_with_each_life_without_a_step_up_to_its_cap(make):

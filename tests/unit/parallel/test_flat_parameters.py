@@ -155,7 +155,7 @@ def test_chunks_are_larger_on_an_accelerator_or_as_the_variable_says(monkeypatch
 def test_one_segment_per_type_and_optimizer():
     net = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3).bfloat16(), nn.Linear(3, 3)])
     optimizers = [
-        torch.optim.SGD([*net[0].parameters(), *net[1].parameters()], lr=0.1),
+        torch.optim.SGD([{"params": each.parameters()} for each in net[:2]], lr=0.1),
         torch.optim.AdamW(net[2].parameters()),
     ]
     flat = flatten(net, *optimizers)

@@ -204,7 +204,9 @@ def test_the_module_can_be_saved_and_copied_whole(wrap_sgd, tmp_path, monkeypatc
 
 
 def threads() -> list[str]:
-    return [each.name for each in threading.enumerate() if each.name.startswith("gossipdp")]
+    own = [each for each in threading.enumerate() if each.name.startswith("gossipdp")]
+    assert all(each.daemon for each in own), "it would hold up the interpreter's end"
+    return [each.name for each in own]
 
 
 @pytest.mark.parametrize("in_a_cycle", [False, True])

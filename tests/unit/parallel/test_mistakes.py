@@ -88,7 +88,7 @@ SCHEDULE = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
         (lambda: wrap(budget_samples=True), "budget_samples is True; it must be a whole number"),
         (lambda: wrap(counting=Counting(samples_per_step=0)), "samples_per_step"),
         (lambda: wrap(seed=1.5), "seed is 1.5; it must be a whole number"),
-        (lambda: wrap(network={"port": 4000}), r"give gossipdp\.Network"),
+        (lambda: wrap(network=Monitor()), r"network is Monitor\(.*: give gossipdp\.Network\("),
         (lambda: wrap(optimizer=[sgd(NET), "sgd"]), "second argument is a torch.* a str is none"),
         (lambda: wrap(NET, NET.parameters()), "second argument .* a Parameter is none"),
         (lambda: wrap(sgd(NET), NET), r"first argument is the module, not a SGD: GossipData.*\("),

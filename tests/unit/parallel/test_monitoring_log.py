@@ -103,15 +103,17 @@ def test_a_second_model_leaves_the_log_of_the_first_alone(tmp_path, caplog):
     assert (len(worker.lives), worker.counts[-1].gradient_steps) == (1, 3)
 
 
-def test_a_log_s_disk_that_hangs_holds_up_no_end(tmp_path, monkeypatch):
-    model = train(tmp_path)
-    log = model._worker.monitoring
+def test_a_log_s_disk_that_hangs_holds_up_the_end_by_20_s_in_all(tmp_path, monkeypatch):
+    model, longest_s, waits_s = train(tmp_path), monitoring.JOIN_TIMEOUT_S, []
+    log, join = model._worker.monitoring, threading.Thread.join
     monkeypatch.setattr(monitoring, "JOIN_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(threading.Thread, "join", lambda *of: waits_s.append(of[1:]) or join(*of))
     with log._lock:
         for number in range(1000):
             model.log(number=number)
         assert log._new_values.keys() <= {"number", "learning_rate"}
         model.consolidate()
+    assert waits_s.count((0.05,)) * longest_s == 20.0
     wait_until(lambda: read(tmp_path).end is not None, "all is written later")
     assert read(tmp_path).last_values()["number"] == 999
 

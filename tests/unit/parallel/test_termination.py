@@ -97,16 +97,17 @@ def test_a_last_checkpoint_takes_what_it_takes(terminable, tmp_path, monkeypatch
     assert steps_saved(tmp_path) == [1]
 
 
-def test_a_loop_that_does_not_get_there_is_ended_all_the_same(terminable, tmp_path, monkeypatch):
+def test_a_loop_that_does_not_get_there_is_ended_all_the_same(pair, monkeypatch):
     monkeypatch.setenv("GOSSIPDP_GRACE_S", "0.05")
-    model, optimizer = terminable
-    step(model, optimizer)
+    pair.body(torch.ones(1, 3))
     terminate()
     with pytest.raises(SystemExit) as ended:
         threading.Event().wait(20)
     assert ended.value.code == 1
-    assert "the step in hand did not end in 0.05 s" in TERMINATION.failures[0]
-    assert steps_saved(tmp_path) == []
+    reason = "the step in hand did not end in 0.05 s"
+    failures = [f"the last checkpoint could NOT be saved in {at}: {reason}" for at in pair.places]
+    assert failures == TERMINATION.failures
+    assert [steps_saved(place) for place in pair.places] == [[], []]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -245,8 +246,10 @@ def test_a_closed_model_trains_on_and_neither_ends_the_process_nor_saves(termina
 
 def test_a_second_ctrl_c_interrupts_at_once(terminable, tmp_path):
     terminate(signal.SIGINT)
+    timer = TERMINATION._again
     with pytest.raises(KeyboardInterrupt):
         terminate(signal.SIGINT)
+    assert (timer.name, timer.daemon) == ("gossipdp-termination", True)  # it holds up no exit
     assert steps_saved(tmp_path) == []
 
 
@@ -254,11 +257,13 @@ def test_ctrl_c_is_a_notebook_s_own(terminable, monkeypatch):
     model, _ = terminable
     model.close()
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    monkeypatch.setattr("gossipdp.parallel.termination.send_report", (reports := []).append)
     termination = Termination()
     termination.add(model._worker.checkpointer)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) == termination._handle
     termination.remove(model._worker.checkpointer)
+    assert [report.saves for report in reports] == [True, False], "the launcher waits meanwhile"
 
 
 def test_two_models_in_one_directory_are_refused(terminable, linear, tmp_path):

@@ -9,6 +9,7 @@ import torch
 from bitwise import assert_bitwise, there_and_back
 from calling_back import CallingLock
 from torch import nn
+from waiting import wait_until
 
 from gossipdp.dynamics.device import Device
 from gossipdp.gossip.transfer import Offer
@@ -134,12 +135,7 @@ def watched() -> tuple[torch.optim.Optimizer, BetweenSteps]:
 
 
 def offered(between: BetweenSteps, key: object = "a request") -> Offer:
-    """Wait until another thread has described it."""
-    deadline_s = time.monotonic() + 30.0
-    while (offer := between.offer(key)) is None:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
-    return offer
+    return wait_until(lambda: between.offer(key), "another thread has described it")
 
 
 def taken(offer, max_bytes=1 << 30):
@@ -152,12 +148,15 @@ def taken(offer, max_bytes=1 << 30):
 
 def test_a_state_is_offered_and_taken_over_bitwise():
     optimizer, other = adam(), adam(lr=0.1)
+    optimizer.param_groups[0]["scale"] = torch.ones(())
+    other.param_groups[0]["scale"] = torch.ones((), device="meta")
     optimizer.step()
     offer = offered(BetweenSteps([optimizer]))
     assert [tensor.numel() for tensor in offer.tensors] == [4000, 4000], "steps are in the layout"
     restore(taken(offer), [other])
     assert_bitwise(dict(other.state_dict()["state"]), dict(optimizer.state_dict()["state"]))
     assert other.param_groups[0]["lr"] == 0.5
+    assert other.param_groups[0]["scale"].is_meta, "it is where its optimizer had it"
     with pytest.raises(ValueError, match="takes more than 7999 bytes, the most that"):
         taken(offer, max_bytes=7999)
 
