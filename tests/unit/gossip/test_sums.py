@@ -137,6 +137,10 @@ def test_a_sum_that_is_sent_again_has_the_same_values():
     member.perform([do.SendPartial(0, EPOCH, 0)])
     sent = [(kind, key.index, bytes(payload)) for kind, key, payload in member.links[0].queue]
     assert sent == [(PARTIAL, 0, torch.tensor([1.0, 2.0]).numpy().tobytes())] * 2
+    member.perform([do.SendPartial(0, EPOCH, 1)])
+    for before, num_kept in ((0, 2), (2, 0)):
+        member.perform([do.Forget(EPOCH, before)])
+        assert len(member.sums._slots[EPOCH]) == num_kept
 
 
 @pytest.mark.parametrize("kind", [PARTIAL, RESULT])

@@ -6,11 +6,11 @@ import itertools
 import os
 import random
 import socket
-import threading
 import weakref
 from typing import Any
 
 import pytest
+from calling_back import CallingLock
 from clocks import Clock
 from links import EXCHANGE, key
 from waiting import FOR_EVER_S
@@ -127,7 +127,6 @@ def test_all_links_of_a_worker_share_its_limit_evenly(world, stream):
     sent = [link.chunk_bytes_sent[EXCHANGE] for link in links]
     assert 480_000 < sum(link.bytes_sent for link in links) - before < 570_000
     assert sent[0] == pytest.approx(sent[1], abs=70_000)
-    # What is no chunk does not wait, and counts.
     for other in others:
         assert not other.handler.of("chunk")
     tick(world, clock, 80)
@@ -435,15 +434,7 @@ def test_a_transport_that_is_closed_or_forgotten_leaves_no_descriptor(world, ope
 def test_a_wake_that_the_close_overtakes_writes_to_no_descriptor(world):
     """Another thread closes the transport just before the guard is taken."""
     node = world.tcp(0)
-
-    class Guard:
-        def __enter__(self) -> None:
-            node.transport._wake_guard = threading.RLock()
-            world.close(node)
-
-        def __exit__(self, *_: object) -> None: ...
-
-    node.transport._wake_guard = Guard()
+    node.transport._wake_guard = CallingLock(before=lambda: world.close(node))
     node.transport.wake()  # an OSError if it wrote to its descriptor, which may be another's now
     assert not world.nodes
 
