@@ -236,9 +236,8 @@ def test_a_call_that_the_end_of_the_thread_overtakes_is_answered(monkeypatch):
     monkeypatch.setattr(threads, "Future", ends_first)
     with pytest.raises(OSError, match="no such device"):
         thread.call(lambda: None).result(0)
-    # Both look, and the other is quicker.
     thread._calls = type("Emptied", (deque,), {"__bool__": lambda _: True})()
-    thread._fail_calls()
+    thread._fail_calls()  # both look, and the other is quicker
 
 
 def test_whatever_a_call_raises_reaches_its_caller():
