@@ -47,7 +47,6 @@ SCRATCH_BYTES = 256 << 10
 # The pause in accepting connections when the process has no descriptor left.
 LISTENER_REST_S = 0.2
 
-_HUNG_UP = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 _EDGE = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 
 
@@ -470,12 +469,11 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         for descriptor, mask in events:
             source = self._by_descriptor.get(descriptor)
             if isinstance(source, TcpLink):
-                source.hung_up = source.hung_up or bool(mask & _HUNG_UP)
-                either = source.stream.mixes_directions
-                if either or mask & (select.EPOLLIN | _HUNG_UP):
+                source.hung_up = source.hung_up or bool(mask & select.EPOLLRDHUP)
+                if mask & select.EPOLLIN:  # comes with an end of stream and an error too
                     source.can_read = True
                     self.to_read[source] = None
-                if either or mask & select.EPOLLOUT:
+                if mask & select.EPOLLOUT:
                     source.can_write = True
                     if source.has_output or source.owes:
                         self.to_write[source] = None

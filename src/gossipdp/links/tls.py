@@ -164,8 +164,6 @@ class TlsStream(Stream):
     own buffer and from there to ours: one copy more than in the clear, besides the cipher.
     """
 
-    mixes_directions = True
-
     def __init__(self, connection: ssl.SSLSocket) -> None:
         self.connection = self._secured = connection
         self.is_secured = False

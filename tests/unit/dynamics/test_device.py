@@ -566,6 +566,9 @@ def test_a_slot_is_used_again_only_when_the_device_is_done_with_it(is_pinned):
             slot.store(out := of_host())
             found.append(out)
         assert (slot._between is None) == is_pinned
+        for number in range(devices.MOST_SLOTS + 1):
+            device.load(number, values)
+        assert len(device._slots) == 1, "those of memory that is no longer used are dropped"
     expected = [number + more for number in range(3) for more in (10.0, 20.0, 120.0)]
     for each, value in zip(found, expected, strict=True):
         assert torch.equal(each, torch.full((8,), value))

@@ -4,6 +4,7 @@ import math
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
@@ -49,11 +50,7 @@ def test_steps_since_a_tick_came_due_are_counted(wake_at_step, behind):
 
 
 def until_there(background: Background[int], key: object, function: Callable[[], int]) -> int:
-    deadline_s = time.monotonic() + 30.0
-    while (found := background(key, function)) is None:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
-    return found
+    return wait_until(lambda: background(key, function), "it is worked out")
 
 
 def threads_of_blas() -> list[int]:
@@ -83,6 +80,8 @@ def test_graphs_are_worked_out_in_a_thread_of_their_own_and_the_newest_counts():
     assert not background._thread.is_alive()
     assert ran_in == ["gossipdp-background"]
     assert set(blas) == {1}
+    with pytest.raises(OSError, match="no such device"):  # where it was asked for
+        until_there(background, "graph", fail)
 
 
 class Guard:
@@ -117,11 +116,6 @@ def test_blas_has_its_threads_back_though_two_graphs_are_worked_out_at_once(monk
     assert until_there(other, "second", lambda: 2) == 2
     assert until_there(one, "first", first) == 1
     assert threads_of_blas() == before
-
-
-def test_what_goes_wrong_with_a_graph_is_raised_where_it_was_asked_for():
-    with pytest.raises(OSError, match="no such device"):
-        until_there(Background[int](), "graph", fail)
 
 
 @pytest.mark.parametrize("meets", ["before the wish", "the wish", "within the step", "the turn"])
@@ -202,7 +196,7 @@ def test_calls_are_answered_even_if_closing_fails():
 
 def test_the_thread_takes_one_core_first_and_turns_its_loop_within_its_context(monkeypatch):
     """Its caller waits for that, and takes its own number of cores again."""
-    numbers, said, goes_on = list[tuple[bool, int]](), list[str](), threading.Event()
+    numbers, said, goes_on = list[tuple[bool, int]](), list[Any](), threading.Event()
 
     class Ready(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
@@ -227,7 +221,9 @@ def test_the_thread_takes_one_core_first_and_turns_its_loop_within_its_context(m
     thread.start()
     thread._thread.join()
     assert numbers == [(True, 1), (False, 7)]
-    assert said == ["leaves", "closes"]
+    thread._thread = SimpleNamespace(is_alive=lambda: True, join=said.append)
+    thread.close()  # which waits, but not for ever
+    assert said == ["leaves", "closes", 5.0]
 
 
 def test_a_call_that_the_end_of_the_thread_overtakes_is_answered(monkeypatch):
@@ -240,6 +236,8 @@ def test_a_call_that_the_end_of_the_thread_overtakes_is_answered(monkeypatch):
     monkeypatch.setattr(threads, "Future", ends_first)
     with pytest.raises(OSError, match="no such device"):
         thread.call(lambda: None).result(0)
+    thread._calls = type("Emptied", (deque,), {"__bool__": lambda _: True})()
+    thread._fail_calls()  # both look, and the other is quicker
 
 
 def test_whatever_a_call_raises_reaches_its_caller():

@@ -105,8 +105,7 @@ def deliver(a: End, b: End, at_most: int = 10_000) -> int:
     while True:
         for end in (a, b):
             end.transfers.pump()
-        queues = [(a, b), (b, a)]
-        found = next(((s, r) for s, r in queues if s.links[r.rank].queue), None)
+        found = next(((s, r) for s, r in ((a, b), (b, a)) if s.links[r.rank].queue), None)
         if found is None or num_delivered == at_most:
             return num_delivered
         sender, receiver = found

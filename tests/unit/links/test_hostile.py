@@ -84,10 +84,6 @@ class Exchanging:
         assert "link_down" not in self.hub.handler.names()
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 HUGE = [
     PREFIX + b"\xff\xff" + bytes(4096),  # our own handshake: 65,535 bytes announced
     struct.pack(">BHH", 22, 0x0301, 0xFFFF) + bytes(4096),  # a TLS record of 65,535 bytes
@@ -202,12 +198,12 @@ def test_a_flood_drives_out_none_that_know_the_run(world, guests, monkeypatch, c
     node = getattr(world, kind)(0)
     hello = Handshake(identity(5), b"?", dialler=True).take_output()
     early = [guests.knock(node, hello if kind == "tcp" else TLS_HELLO) for _ in range(6)]
-    before = descriptors()
+    before = len(os.listdir("/proc/self/fd"))
     for number in range(40):
         guests.knock(node)
         if number > 5:  # the first come in one turn, behind those that know the run
             world.settle(turns=1)
-    assert descriptors() - before == 40 + 8
+    assert len(os.listdir("/proc/self/fd")) - before == 40 + 8
     for guest in early:
         assert kind == "tls" or len(guest.recv(4096)) > 30  # the challenge
         assert not has_ended(guest)

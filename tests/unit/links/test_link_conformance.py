@@ -33,10 +33,9 @@ def pair(make: Callable[..., Any], world: Any) -> tuple[Any, Any, Link, Link]:
 
 
 def test_up_once_on_both_sides_with_the_peers_identity(pair, world):
-    first, second, there, back = pair
+    first, second, there, _ = pair
     world.settle()
     assert first.handler.names() == second.handler.names() == ["link_up"]
-    assert (there.peer, back.peer) == (1, 0)
     assert there.peer_identity == second.transport.identity
     assert there.peer_identity.port == second.port
 
@@ -91,7 +90,6 @@ def test_chunks_both_ways_at_once(pair, world):
     assert {event[1] for event in first.handler.of("chunk")} == {FrameType.STATE_CHUNK}
     assert there.queued_chunks == back.queued_chunks == 0
     assert there.bytes_sent == back.bytes_received
-    assert back.bytes_sent > 8 * MEGABYTE
     num_bytes = sum(map(len, payloads))
     assert there.shared_bytes_sent == back.shared_bytes_received == num_bytes * there.is_shared
     assert there.bytes_sent - 8 * HEADER_BYTES >= num_bytes * (not there.is_shared)
@@ -136,7 +134,6 @@ def test_controls_overtake_chunks_that_were_not_started(pair, world):
     names = second.handler.names()
     if not there.is_shared:  # in place all of them are started at once
         assert names.index("control") < len(names) - 3
-    assert not there.has_unsent
 
 
 def test_landing_in_the_buffer_that_the_handler_names(pair, world):
@@ -283,18 +280,21 @@ def test_sending_too_much_is_the_senders_error(pair):
             there.send_chunk(EXCHANGE, key(index), memoryview(data))
 
 
-def test_last_words_before_the_transport_closes_which_is_final(pair, world):
-    first, second, there, back = pair
-    there.send_control(b"unread by the time it closes")
-    first.transport.poll(0.0)
-    back.send_control(b"left")
+def test_last_words_before_the_transport_closes_which_is_final(make, world):
+    first, second, third = (make(rank) for rank in range(3))
+    ends = [(other, *world.join(other, second)) for other in (first, third)]
+    for other, there, back in ends:
+        there.send_control(b"unread by the time it closes")
+        other.transport.poll(0.0)
+        back.send_control(b"left")
     world.close(second)
     second.transport.close()
     second.transport.wake()
-    world.until(lambda: first.handler.of("link_down"))
-    assert first.handler.names() == ["link_up", "control", "link_down"]
-    # An end of stream: a reset could overtake the last words on a slower network.
-    assert first.handler.of("link_down") == [(there, "closed by the peer")]
+    for other, there, _ in ends:
+        world.until(lambda other=other: other.handler.of("link_down"))
+        assert other.handler.names() == ["link_up", "control", "link_down"]
+        # An end of stream: a reset could overtake the last words on a slower network.
+        assert other.handler.of("link_down") == [(there, "closed by the peer")]
 
 
 def test_a_new_link_replaces_the_old_one(pair, world):
