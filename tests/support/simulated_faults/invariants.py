@@ -50,7 +50,6 @@ class ProtocolChecks:
         peers |= {pairing.freed} - {None}
         peers |= set() if isinstance(state, Idle) else {state.peer}
         is_free = isinstance(state, Idle) and pairing.answers and pairing.freed is None
-        is_open = not worker._closed_for and not worker._is_spent
         counts = (
             *(progress.version, progress.total_samples, progress.total_steps),
             *(worker.membership.version, worker.incarnation),
@@ -65,7 +64,7 @@ class ProtocolChecks:
                 not parked or (isinstance(state, Proposing) and max(parked) < worker.rank),
             ),
             ("who is free forgets no waiter", not (is_free and pairing._refused)),
-            ("who has no reason to be closed is open", pairing.answers == is_open),
+            ("who has no reason to be closed is open", pairing.answers == (not worker._closed_for)),
             ("nothing is kept of a lost link", all(peer in worker.peers for peer in peers)),
             ("the available can exchange", all(map(partial(_can, worker), pairing.available))),
             ("counts never fall", all(map(ge, counts, before))),
