@@ -390,7 +390,7 @@ class MomentChunk(Chunk):
     def _additions(self, share: float) -> list[Callable[[], object]]:
         mass = self._moment.mass
         if mass == 0.0:  # the optimizer was reset since
-            return [self._reset]
+            return [self.pending.zero_, partial(setattr, self, "weight", 1.0)]
         return [
             partial(self.pending.mul_, mass),
             partial(self.pending.add_, self.x, alpha=self.weight),
@@ -428,10 +428,6 @@ class MomentChunk(Chunk):
             self.pending.add_(theirs).mul_(0.5)
             self.weight *= 0.5
         return 0.0
-
-    def _reset(self) -> None:
-        self.weight = 1.0
-        super()._reset()
 
 
 def _has_any(values: Tensor, total: float) -> bool:
