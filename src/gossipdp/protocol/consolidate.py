@@ -245,7 +245,7 @@ class Consolidation:
                         self._pulled_by(peer, message)
                 case Release():
                     self._take_release(message.epoch)
-                case _ if attempt is not None and attempt.epoch == message.epoch:
+                case _ if attempt is not None and self.sum_of(message.epoch) is not None:
                     self._receive_in_epoch(attempt, peer, message)
         return self._settle()
 
@@ -390,7 +390,6 @@ class Consolidation:
             is_greater = average is None or found.order > average.order
             if is_greater and holder in (rank for rank, _ in members):
                 average, source = found, holder
-        self._found = None
         processes = dict(members)
         others, has_suspects = self._blame.begin(processes.keys() - {self.rank})
         begin = BeginEpoch(
@@ -602,8 +601,7 @@ class Consolidation:
                     self._found = (peer, average)
                     self.participants.restarted_by(peer)
             case Stalled() | Progressed() | PullPartials():
-                if not attempt.is_refused:
-                    attempt.sum.receive(peer, message)
+                attempt.sum.receive(peer, message)
             case CommitEpoch(consensus_distance=value) if peer == attempt.parent:
                 self._commit(attempt, value)
             case Distance(squared_distance=value) if is_child:
