@@ -219,10 +219,6 @@ class Consolidation:
     def review(self, members: Iterable[Member]) -> Actions:
         """Take over the membership view, which changed: this worker itself may be done now."""
         self.participants.review(members)
-        done = self.participants.done()
-        self._offered = {
-            process: begin for process, begin in self._offered.items() if process in done
-        }
         return self._settle()
 
     def receive(self, peer: int, message: ConsolidationMessage | ReductionMessage) -> Actions:
