@@ -46,12 +46,6 @@ def members(**statuses: Status) -> list[Member]:
     return [Member(int(name[1:]), 0, 1, status) for name, status in statuses.items()]
 
 
-def test_of_whom_nothing_is_known_counts_as_live():
-    neighbourhood = make()
-    neighbourhood.review(members(r0=Status.ALIVE, r1=Status.DONE))
-    assert neighbourhood.next_deadline() == math.inf
-
-
 @pytest.mark.parametrize("status", [Status.DEAD, Status.LEFT, Status.JOINING])
 def test_whoever_does_not_take_part_is_left_out(status):
     neighbourhood, view = make(), members(r1=status)
@@ -74,7 +68,7 @@ def test_a_burst_of_deaths_is_followed_once_an_interval():
     neighbourhood.rebuild(members(r1=Status.DEAD), 5.0)
     neighbourhood.review(members(r1=Status.DEAD, r2=Status.DEAD))
     assert neighbourhood.next_deadline() == 5.25
-    neighbourhood.review(members(r1=Status.DEAD, r2=Status.ALIVE))
+    neighbourhood.review(members(r1=Status.DEAD, r2=Status.DONE))
     assert neighbourhood.next_deadline() == math.inf, "as it was"
 
 
