@@ -351,8 +351,7 @@ class Worker(Entry):
         for moment in itertools.chain(*self._moments):  # into the state that is saved next
             moment.begins(wait=True)
         # Every chunk at one phase, which is therefore 0 after a resume.
-        self._state.flow(self._theta())
-        return self._flat.tensors()
+        return self._flat.tensors(self._theta())
 
     def export(self, values: dict[str, Any]) -> None:
         """Put x + pending, or within ``averaged()`` the average, into a state_dict: new tensors."""

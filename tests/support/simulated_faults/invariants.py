@@ -50,7 +50,6 @@ class ProtocolChecks:
         peers |= {pairing.freed} - {None}
         peers |= set() if isinstance(state, Idle) else {state.peer}
         is_free = isinstance(state, Idle) and pairing.answers and pairing.freed is None
-        is_open = not worker._closed_for and not worker._is_spent
         asked = worker.peers._links.get(state.peer) if isinstance(state, Proposing) else None
         has_slept = worker.peers._awake_since > -math.inf  # and forgot when it had asked
         counts = (
@@ -67,12 +66,12 @@ class ProtocolChecks:
                 not parked or (isinstance(state, Proposing) and max(parked) < worker.rank),
             ),
             ("who is free forgets no waiter", not (is_free and pairing._refused)),
-            ("who has no reason to be closed is open", pairing.answers == is_open),
+            ("who has no reason to be closed is open", pairing.answers == (not worker._closed_for)),
             ("nothing is kept of a lost link", all(peer in worker.peers for peer in peers)),
             ("the available can exchange", all(map(partial(_can, worker), pairing.available))),
             ("counts never fall", all(map(ge, counts, before))),
             ("demands are bounded", 0 <= pairing.backlog <= MAX_BACKLOG),
-            ("an answer is timed", asked is None or has_slept or state.id in asked.proposed),
+            ("an answer is timed", asked is None or has_slept or state.id in dict(asked.proposed)),
             ("a clock ticks as its worker wants", clock._rate == worker._wanted_rate / 2),
             ("what is owed is bounded", -MOST_AHEAD <= worker._owed <= MOST_OWED),
             ("a rate follows the steps", rate is None or rate._step_s == clock.step_seconds),

@@ -48,9 +48,8 @@ def test_events_of_chunks(dtype, has_momenta):
             chunk.boundary(theta + 0.02)
             chunk.exchange(theta + 0.03, mine, peers, 1.5)
     state.boundary(1.0, wait=True)
-    state.flow(2.0)
     for segment in state.segments:
-        segment.copy()
+        segment.copy(2.0)
         segment.forget(1, 3)
         segment.swap(segment.x.clone())
     for chunk in state.all_chunks:

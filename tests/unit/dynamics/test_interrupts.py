@@ -118,6 +118,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "compiled bfloat16": {"kernels": "numba", "dtype": torch.bfloat16},
     "buffers": {"role": Role.BUFFER},
     "moments": {"role": Role.MOMENT},
+    "moments of an optimizer that was reset": {"role": Role.MOMENT, "steps": 0},
     "inboxes": {"is_ordered": True},
     "inboxes of bfloat16": {"is_ordered": True, "dtype": torch.bfloat16},
     "helped": {"kernels": "numba", "num_helpers": 2},
@@ -141,10 +142,11 @@ class World:
         is_ordered: bool = False,
         num_helpers: int = 0,
         wait: bool = False,
+        steps: int = 1,
     ) -> None:
         generator = torch.Generator().manual_seed(1)
         num_chunks = 6 if num_helpers else 2
-        moment = Moment("exp_avg_sq", 1, 0.5, steps=1) if role is Role.MOMENT else None
+        moment = Moment("exp_avg_sq", 1, 0.5, steps) if role is Role.MOMENT else None
         values = torch.rand(8 * num_chunks, generator=generator).to(dtype)
         segment = Segment(values, role, moment=moment, chunk_bytes=8 * dtype.itemsize)
         self.device = AtOnce() if is_ordered else None

@@ -114,7 +114,7 @@ def test_the_main_thread_finishes_before_the_other_takes_over(card, started):
     assert "_copies" in finishes(model.state_dict)
     assert "_forget" in finishes(lambda: net.load_state_dict(net.state_dict()))
     assert "swap" in finishes(model._worker.end_averaged)
-    assert "flow" in finishes(model.save_checkpoint)
+    assert "tensors" in finishes(model.save_checkpoint)
     assert "_wait_for_average" in finishes(model.consolidate)
 
 

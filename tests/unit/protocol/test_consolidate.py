@@ -106,6 +106,8 @@ def test_of_two_results_the_later_one_stays():
     old, held, newer = (say.Average(epoch(number), 3, None) for number in (1, 2, 4))
     tells = do.Send(0, say.Held(epoch(3), held))
     assert machine.receive(0, begin(3, 0, 1, 2, average=old)) == [tells]
+    commits = say.CommitEpoch(epoch(3), 0.5)
+    assert machine.receive(0, commits) == [], "it has not joined, and holds another result"
     asks = do.Send(0, say.PullResults(epoch(5), epoch(4), 0, 1))
     assert machine.receive(0, begin(5, 0, 1, 2, average=newer)) == [do.Forget(epoch(2)), asks]
 

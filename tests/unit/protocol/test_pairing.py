@@ -201,7 +201,6 @@ def test_foreign_ids_are_dropped():
     assert pairing.receive(2, say.Busy(own(9))) == []
     assert pairing.receive(8, say.Busy(own(1))) == []
     assert pairing.receive(2, ask(8)) == []  # a proposal in another's name
-    assert pairing.finished(own(1)) == []
     assert pairing.state == Proposing(2, say.Propose(own(1), 0.9), (8,))
 
 

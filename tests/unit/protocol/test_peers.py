@@ -62,7 +62,7 @@ def test_waits_and_who_is_left_out_are_those_of_a_model_after_every_event(events
         before, peers.has_changed = dict(left_out), False
         match kind:
             case "ask":
-                asked[peer].append((ExchangeId(0, 0, number), now))
+                asked[peer] = [*asked[peer], (ExchangeId(0, 0, number), now)][-9:]
                 peers.proposed(peer, *asked[peer][-1])
             case "answer" | "late answer" if asked[peer]:
                 index = number % len(asked[peer])  # those before it crossed with one of the peer
@@ -97,6 +97,13 @@ def test_waits_and_who_is_left_out_are_those_of_a_model_after_every_event(events
         assert peers.can_exchange([1, 2], now) == [each for each in (1, 2) if each not in left_out]
         for each in (1, 2):
             assert peers.wait_s(each) == pytest.approx(wait_of(each))
+
+
+def test_little_is_kept_of_what_a_peer_is_asked_that_beats_and_never_answers():
+    peers = make_peers(1)
+    for number in range(1000):
+        peers.proposed(1, ExchangeId(0, 0, number), float(number))
+    assert len(peers._links[1].proposed) < 10
 
 
 def test_an_exchange_may_stand_still_for_a_few_of_the_longest_gaps_but_one():
