@@ -52,6 +52,7 @@ class ProtocolChecks:
         is_free = isinstance(state, Idle) and pairing.answers and pairing.freed is None
         asked = worker.peers._links.get(state.peer) if isinstance(state, Proposing) else None
         has_slept = worker.peers._awake_since > -math.inf  # and forgot when it had asked
+        is_timed = asked is None or has_slept or state.id in dict(asked.proposed)
         counts = (
             *(progress.version, progress.total_samples, progress.total_steps),
             *(worker.membership.version, worker.incarnation),
@@ -71,7 +72,7 @@ class ProtocolChecks:
             ("the available can exchange", all(map(partial(_can, worker), pairing.available))),
             ("counts never fall", all(map(ge, counts, before))),
             ("demands are bounded", 0 <= pairing.backlog <= MAX_BACKLOG),
-            ("an answer is timed", asked is None or has_slept or state.id in dict(asked.proposed)),
+            ("an answer is timed", is_timed),
             ("a clock ticks as its worker wants", clock._rate == worker._wanted_rate / 2),
             ("what is owed is bounded", -MOST_AHEAD <= worker._owed <= MOST_OWED),
             ("a rate follows the steps", rate is None or rate._step_s == clock.step_seconds),
