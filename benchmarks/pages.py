@@ -158,7 +158,8 @@ def tried(setting: str, kind: str, seconds: float) -> str:
         for value, run in runs.items():
             loss = f"**{run.loss:.3f}**" if run.loss == least else f"{run.loss:.3f}"
             texts[value] = f"{loss} ({run.samples / 1e3:.0f})" if is_rate else loss
-        lines.append((short(row), *texts.values()))
+        name = RowName.parse(row).label.removesuffix(", defaults")
+        lines.append((name if is_rate else short(row), *texts.values()))
     return markdown_table((setting.replace("_", " "), *(f"{each:g}" for each in values)), lines)
 
 
