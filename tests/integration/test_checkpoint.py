@@ -1,5 +1,3 @@
-"""Checkpoints of several real workers: resumed by as many and by fewer."""
-
 import time
 from typing import Any
 

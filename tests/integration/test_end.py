@@ -1,5 +1,3 @@
-"""Real workers at the end of a run, and the lines that their users read."""
-
 import logging
 import os
 from collections.abc import Callable

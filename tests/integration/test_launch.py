@@ -1,5 +1,3 @@
-"""``launch`` with real processes."""
-
 import inspect
 import multiprocessing
 import os

@@ -1,5 +1,3 @@
-"""Real workers mix as fast as theory says, and conserve the mean."""
-
 import time
 from types import SimpleNamespace
 from typing import Any

@@ -1,5 +1,3 @@
-"""Recipes trained whole: by the command, by workers of a launcher, and by their scripts."""
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

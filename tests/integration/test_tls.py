@@ -1,5 +1,3 @@
-"""TLS in whole runs, given by the variable of ``gossipdp run --tls`` or as an argument."""
-
 import logging
 import os
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""GossipDataParallel in several real processes."""
-
 import math
 import os
 import threading

@@ -1,7 +1,5 @@
 """Neighbour policies that tests run the protocol with, beside the runtime's :class:`Fresh`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from random import Random
 from typing import final

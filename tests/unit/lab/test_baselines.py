@@ -1,5 +1,3 @@
-"""The synchronous baseline in real processes: what it computes, counts and logs."""
-
 import math
 import os
 import time

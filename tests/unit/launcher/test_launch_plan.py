@@ -1,5 +1,3 @@
-"""Launch plans, the store that they host, the networks that they join, and workers' reports."""
-
 import dataclasses
 import os
 import socket

@@ -1,5 +1,3 @@
-"""``gossipdp simulate``: refused options, the runs of valid ones, and its output."""
-
 import json
 import math
 import re

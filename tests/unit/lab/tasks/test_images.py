@@ -1,5 +1,3 @@
-"""The paper's two trainings: their files, and crops, flips and boxes."""
-
 import io
 from itertools import product
 from pathlib import Path
