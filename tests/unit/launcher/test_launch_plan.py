@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from calling_back import CallingLock
 from links import identity, listening
-from run_processes import TORCHRUN, listens
+from run_processes import TORCHRUN, free_port, listens
 from torch.distributed import TCPStore
 from waiting import LONGEST_S, wait_until
 
@@ -247,7 +247,7 @@ def test_a_lost_supervisor_is_not_waited_for_for_ever(supervised, monkeypatch):
         nonlocal now_s
         now_s += 100.0
 
-    supervised[0].join_infos[0].addresses[1] = address = silent_address()
+    supervised[0].join_infos[0].addresses[1] = address = ("127.0.0.1", free_port())
     assert plans.answers(address)
     monkeypatch.setattr(plans, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
     monkeypatch.setattr(plans, "answers", lambda each: each == address and now_s < 500.0)
@@ -257,13 +257,8 @@ def test_a_lost_supervisor_is_not_waited_for_for_ever(supervised, monkeypatch):
 
 def test_without_torchruns_store_there_is_no_wait(monkeypatch):
     monkeypatch.setattr(plans, "CONNECT_S", 0.1)
-    own = TORCHRUN | {"MASTER_PORT": str(silent_address()[1])}
+    own = TORCHRUN | {"MASTER_PORT": str(free_port())}
     assert LaunchPlan.launched(own, None).leave(wait=True) == []
-
-
-def silent_address() -> tuple[str, int]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[:2]
 
 
 def as_a_worker() -> Handshake:
@@ -297,7 +292,7 @@ def test_a_worker_says_to_which_run_it_belongs(monkeypatch):
     given, dial = list[float](), socket.create_connection
     monkeypatch.setattr(socket, "create_connection", lambda *to: given.append(to[1]) or dial(*to))
     with listening(greet) as address:
-        both = silent_address(), address
+        both = ("127.0.0.1", free_port()), address
         assert ask_join_infos(both, 1) == [JoinInfo("the run", join=both)]
     assert [round(seconds) for seconds in given] == [5, 5]
 
