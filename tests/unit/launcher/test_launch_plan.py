@@ -77,18 +77,14 @@ def test_a_port_in_use_is_one_clear_error():
             LaunchPlan.on_hosts(1, ("127.0.0.1", port))
 
 
-def own_address() -> str:
-    """Return an address of this machine that is not loopback."""
+def test_a_store_that_others_reach_closes_once_all_have_begun(monkeypatch):
+    """It looks now and then whether they have, and leaves them some time after that."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 9))
         except OSError:
             pytest.skip("no network but loopback")
-        return str(probe.getsockname()[0])
-
-
-def test_a_store_that_others_reach_closes_once_all_have_begun(monkeypatch):
-    """It looks now and then whether they have, and leaves them some time after that."""
+        host = probe.getsockname()[0]
     looks: list[float] = []
     have_all_begun = HostedStore.have_all_begun
 
@@ -99,7 +95,7 @@ def test_a_store_that_others_reach_closes_once_all_have_begun(monkeypatch):
     monkeypatch.setattr(HostedStore, "have_all_begun", look)
     monkeypatch.setattr(stores, "CHECK_EVERY_S", 0.01)
     monkeypatch.setattr(stores, "CLOSE_AFTER_S", 0.1)
-    plan = LaunchPlan.on_hosts(2, (own_address(), 0))
+    plan = LaunchPlan.on_hosts(2, (host, 0))
     assert plan.store is not None
     with opened(plan) as store:
         store.set(ready_key(plan.key_prefix, 0), "1")

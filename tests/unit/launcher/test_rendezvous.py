@@ -70,7 +70,6 @@ class Alone:
 def failure(
     own: Environment, store: Any, settings: Settings = SETTINGS, kind: Any = RendezvousError
 ) -> str:
-    """Return why a worker's meeting fails."""
     with pytest.raises(kind) as raised:
         Alone(own, store).meet(settings)
     return str(raised.value)
