@@ -49,14 +49,13 @@ def mix(meeting):
     model.consolidate()  # all have ended their exchanges when it returns
     arrays = {"times_s": times_s, "values": seen, "initiated": initiated}
     history = {name: np.array(series) for name, series in arrays.items()}
-    return SimpleNamespace(rank=model.rank, stats=model.stats(), **history)
+    return SimpleNamespace(stats=model.stats(), **history)
 
 
 def test_workers_start_apart_and_agree_on_the_mean_of_their_starts(workers, tmp_path):
     series = workers(mix, NUM_WORKERS, (tmp_path,))
     starts = np.stack([start_vector(rank).numpy() for rank in range(NUM_WORKERS)])
     for rank, each in enumerate(series):
-        assert each.rank == rank
         assert np.array_equal(each.values[0], starts[rank])
         # Nobody asks before it knows its own pace: all had their vectors by then.
         assert not each.initiated[:4].any()

@@ -35,5 +35,4 @@ class Available(NeighbourPolicy):
     def exchanged(self, peer: int, *, initiated: bool) -> None: ...
 
 
-Types = Mapping[str, type[NeighbourPolicy]]
-NEIGHBOUR_POLICIES: Types = {"fresh": Fresh, "poisson": Poisson, "available": Available}
+NEIGHBOUR_POLICIES = {"fresh": Fresh, "poisson": Poisson, "available": Available}
