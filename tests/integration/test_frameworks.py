@@ -21,8 +21,12 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(1300)]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("frameworks")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("frameworks")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> dict[str, list[dict[str, Any]]]:
     results = folder / "results.json"
     subprocess.run([sys.executable, SCRIPT, results], check=True, timeout=1200, cwd=folder)
     return json.loads(results.read_text())
@@ -59,3 +63,19 @@ def test_a_loop_reaches_the_accuracy_of_the_plain_one_with_the_same_bits(outcome
     if name in FRAMEWORKS:  # the news of what the others have seen travels for a moment
         samples = sum(worker["samples"] for worker in workers)
         assert EPOCHS * 1437 <= samples < (EPOCHS + 1) * 1437
+
+
+def test_accumulated_batches_make_one_step_and_worker_0_alone_saves(outcomes, folder):
+    workers = outcomes["saved by transformers"]
+    assert [(each["steps"], each["samples"]) for each in workers] == [(4, 4 * 2 * 4)] * 2
+    assert [worker["is_first"] for worker in workers] == [True, False]
+    assert len({worker["state"] for worker in workers}) == 1
+    assert [worker["saves"] for worker in workers] == ["steps", "no"]
+    saved = sorted(path.name for path in (folder / "saved by transformers").iterdir())
+    assert saved == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_a_framework_that_was_set_up_as_a_run_of_its_own_is_refused(outcomes):
+    for messages in outcomes["without single_process"]:
+        assert len(messages) == 2
+        assert all("within `with single_process():`" in message for message in messages)

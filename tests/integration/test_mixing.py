@@ -1,3 +1,5 @@
+"""Real workers mix as fast as theory says, conserve the mean, and mix their optimizers' moments."""
+
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -5,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from waiting import wait_until
 
 from gossipdp import Counting, Exchange, GossipDataParallel
@@ -49,13 +51,14 @@ def mix(meeting):
     model.consolidate()  # all have ended their exchanges when it returns
     arrays = {"times_s": times_s, "values": seen, "initiated": initiated}
     history = {name: np.array(series) for name, series in arrays.items()}
-    return SimpleNamespace(stats=model.stats(), **history)
+    return SimpleNamespace(rank=model.rank, stats=model.stats(), **history)
 
 
 def test_workers_start_apart_and_agree_on_the_mean_of_their_starts(workers, tmp_path):
     series = workers(mix, NUM_WORKERS, (tmp_path,))
     starts = np.stack([start_vector(rank).numpy() for rank in range(NUM_WORKERS)])
     for rank, each in enumerate(series):
+        assert each.rank == rank
         assert np.array_equal(each.values[0], starts[rank])
         # Nobody asks before it knows its own pace: all had their vectors by then.
         assert not each.initiated[:4].any()
@@ -87,3 +90,41 @@ def decay_per_exchange(series: list[Any]) -> tuple[float, float]:
     # Two rounds of disjoint pairs make four workers exactly equal.
     share = max(shares[agreed_at], np.finfo(np.float32).eps ** 2)
     return float(-np.log(share) / per_worker), float(shares.min())
+
+
+def train(choice: Any) -> tuple[Tensor, Tensor, int]:
+    """Return the moments, parameters and failed exchanges; data differ in size between workers."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 700), nn.ReLU(), nn.Linear(700, 900))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, betas=(0.9, 0.98))
+    exchange = Exchange(moments=choice, pace="strict")
+    model = GossipDataParallel(net, optimizer, graph="complete", exchange=exchange)
+    torch.manual_seed(model.rank)
+    for _ in range(60):
+        optimizer.zero_grad()
+        model(torch.randn(8, 16) * (1.0 + model.rank)).square().mean().backward()
+        optimizer.step()
+        time.sleep(0.005)  # leaves the other worker time, as a GPU would
+    model.consolidate()
+    moments = [optimizer.state[each]["exp_avg_sq"].flatten() for each in net.parameters()]
+    parameters = [each.detach().flatten() for each in net.parameters()]
+    return torch.cat(moments), torch.cat(parameters), model.stats().exchanges_failed
+
+
+def spread(results: Any) -> float:
+    """Return the standard deviation over workers as a share of their mean, over coordinates."""
+    held = torch.stack([each for each, _, _ in results]).double()
+    return float(held.std(dim=0).mean() / held.mean())
+
+
+def test_second_moments_of_workers_with_different_data_come_together(workers):
+    both = workers(lambda: (train(False), train({"exp_avg_sq": 1})), 2)
+    apart, results = zip(*both, strict=True)
+    assert spread(apart) > 0.5
+    # In 60 steps of beta2 = 0.98 each worker's own data make 70% of what it would hold alone.
+    assert spread(results) < 0.2 * spread(apart)
+    for moments, parameters, num_failed in results:
+        assert (moments >= 0).all()
+        assert moments.isfinite().all()
+        assert torch.equal(parameters, results[0][1])
+        assert num_failed == 0
