@@ -1,5 +1,3 @@
-"""``launch`` with real processes."""
-
 import inspect
 import multiprocessing
 import os
@@ -27,38 +25,29 @@ from gossipdp.launcher.reports import Report, send_report
 pytestmark = pytest.mark.processes
 
 
-def all_reduce_beside_a_rendezvous(rendezvous_first: bool) -> tuple:
-    def reduce() -> float:
-        told = () if rendezvous_first else ("RANK", "WORLD_SIZE")  # to the group, as by mp.spawn
-        told = {name.lower(): int(os.environ.pop(name)) for name in told}
-        dist.init_process_group("gloo", **told)
-        total = torch.tensor([float(dist.get_rank())])
-        dist.all_reduce(total)
-        return total.item()
-
-    total = None if rendezvous_first else reduce()
+def all_reduce_before_a_rendezvous() -> tuple:
+    told = {name.lower(): int(os.environ.pop(name)) for name in ("RANK", "WORLD_SIZE")}
+    dist.init_process_group("gloo", **told)  # as by mp.spawn: the environment has no rank
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total)
     environment = Environment.read()
     rendezvous = Rendezvous.open(environment, timeout_s=30)
     settings = Settings((), "a2cid2", "ring", "1", "float32")
     meeting = rendezvous.meet(("127.0.0.1", 1000 + environment.rank), settings)
     rendezvous.mark_ready()
-    total = total or reduce()
     dist.barrier()  # the group goes on working after the meeting
     dist.destroy_process_group()
-    return total, dict(meeting.addresses), meeting.secret, torch.get_num_threads()
+    return total.item(), dict(meeting.addresses), meeting.secret
 
 
-@pytest.mark.parametrize(("rendezvous_first", "by_hand"), [(True, False), (False, True)])
-def test_workers_meet_beside_the_users_own_process_group(workers, rendezvous_first, by_hand):
-    """At the launcher's store, or, without a launcher, at the one that worker 0 hosts."""
-    variables = {}
-    if by_hand:
-        variables = {"TORCHELASTIC_USE_AGENT_STORE": "", "MASTER_PORT": str(free_port())}
-    results = workers(all_reduce_beside_a_rendezvous, 3, (rendezvous_first,), environment=variables)
+def test_without_a_launcher_workers_meet_beside_the_users_own_process_group(workers):
+    """At the store that worker 0 hosts."""
+    by_hand = {"TORCHELASTIC_USE_AGENT_STORE": "", "MASTER_PORT": str(free_port())}
+    results = workers(all_reduce_before_a_rendezvous, 3, environment=by_hand)
     assert {total for total, *_ in results} == {3.0}
     addresses = {rank: ("127.0.0.1", 1000 + rank) for rank in range(3)}
-    assert all(found == addresses for _, found, *_ in results)
-    (secret,) = {secret for _, _, secret, _ in results}
+    assert all(found == addresses for _, found, _ in results)
+    (secret,) = {secret for *_, secret in results}
     assert len(secret) == 32
 
 

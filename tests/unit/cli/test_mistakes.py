@@ -71,11 +71,7 @@ MISTAKES = [
     # plan
     ("plan", "pass --workers"),
     ("plan --workers 4 --graph rign", "do you mean ring?"),
-    ("plan --workers 4 --comm-rate 0", "comm rate 0.0 is not"),
-    (
-        "plan --graph ring --workers 4 --comm-rate 1e300",
-        "comm rate 1e+300 is not a positive number of ordinary size",
-    ),
+    ("plan --graph ring --workers 4 --comm-rate 1e300", "comm rate 1e+300 is not a positive"),
     # demo
     ("demo --faults 'slow 2'", "--faults: 'slow 2': say how many times slower: 4x"),
     ("demo --faults 'kill 0 at 5s' --method allreduce", "--method allreduce"),

@@ -1,5 +1,3 @@
-"""The options of ``gossipdp run``, beside the variables that a launcher has set."""
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""``gossipdp top``: what it draws, when it ends, and mistakes in the call."""
-
 import dataclasses
 import io
 import json

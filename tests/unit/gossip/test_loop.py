@@ -155,6 +155,15 @@ def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on(m
     assert worker.phase.at(worker.now + 1.0) > theta
 
 
+def test_an_exchange_carries_the_moments_that_were_agreed_on(monkeypatch):
+    worker, agreed, carried = Worker(), list[tuple[int, ...]](), State.carried
+    monkeypatch.setattr(
+        State, "carried", lambda state, periods: agreed.append(periods) or carried(state, periods)
+    )
+    worker.loop.perform([Begin(1, say.ExchangeId(1, 0, 1), 0.6, (4, 8))])
+    assert agreed == [(4, 8)]
+
+
 def test_a_worker_that_finds_poison_in_itself_exchanges_no_more():
     worker = Worker(x=torch.full((8,), math.nan))
     worker.loop.perform([Begin(1, say.ExchangeId(0, 0, 1), 0.6)])

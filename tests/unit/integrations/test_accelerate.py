@@ -1,6 +1,7 @@
 """Under Accelerate, on one worker; no line here imports it where tests are merely collected."""
 
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -79,6 +80,16 @@ def test_a_prepared_optimizer_is_refused_by_the_plain_wrapper():
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"AcceleratedOptimizer .*gossip_data_parallel"):
         GossipDataParallel(net, optimizer)
+
+
+def test_an_accelerator_of_several_processes_is_refused():
+    from accelerate.utils import DistributedType
+
+    several = Mock(distributed_type=DistributedType.MULTI_CPU, num_processes=2)
+    net = nn.Linear(4, 2)
+    message = r"\(MULTI_CPU, 2 processes\): make it within `with single_process\(\):`"
+    with pytest.raises(ValueError, match=message):
+        gossip_data_parallel(several, net, torch.optim.SGD(net.parameters(), lr=0.1))
 
 
 def test_the_data_of_a_seedable_sampler_go_on_where_they_were(tmp_path):

@@ -1,12 +1,13 @@
 """The Trainer's own training, bit for bit; no line imports it where tests are merely collected."""
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
-from gossipdp import ProgressLR
+from gossipdp import GossipDataParallel, ProgressLR
 
 
 def gossip_callback(**options):
@@ -116,9 +117,25 @@ def test_a_schedule_follows_the_whole_run(tmp_path):
     assert rates == pytest.approx([0.1] * 3 + [0.01] * 5)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_worker_0_alone_saves(tmp_path, monkeypatch, rank):
+    monkeypatch.setattr(GossipDataParallel, "rank", rank)
+    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    trained = trainer(tmp_path, gossip_callback(), **saving)
+    trained.train()
+    assert trained.state.is_world_process_zero == (rank == 0)
+    saved = sorted(path.name for path in tmp_path.iterdir())
+    assert saved == ["checkpoint-2", "checkpoint-4"] * (rank == 0)
+
+
 def test_mistakes_are_refused(tmp_path):
+    from transformers.training_args import ParallelMode
+
     with pytest.raises(RuntimeError, match=r"Trainer.train\(\) makes it"):
         _ = gossip_callback().model
     options = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
     with pytest.raises(ValueError, match="load_best_model_at_end"):
         train(tmp_path, gossip_callback(), **options)
+    several = Mock(parallel_mode=ParallelMode.DISTRIBUTED, world_size=2)
+    with pytest.raises(ValueError, match=r"with 2 processes: .* within `with single_process\(\):`"):
+        gossip_callback().on_train_begin(several, None, None, model=None, optimizer=None)

@@ -10,7 +10,7 @@ from unittest import mock
 
 import msgspec
 import pytest
-from run_processes import listens
+from run_processes import free_port, listens
 from torch.distributed import HashStore
 from waiting import LONGEST_S, wait_until
 
@@ -70,7 +70,6 @@ class Alone:
 def failure(
     own: Environment, store: Any, settings: Settings = SETTINGS, kind: Any = RendezvousError
 ) -> str:
-    """Return why a worker's meeting fails."""
     with pytest.raises(kind) as raised:
         Alone(own, store).meet(settings)
     return str(raised.value)
@@ -268,8 +267,7 @@ def test_worker_0_ends_the_store_that_it_hosts_a_while_after_all_have_begun(monk
     slept, early, have_begun = list[float](), iter([False, False]), rendezvous.have_begun
     monkeypatch.setattr(rendezvous, "time", mock.Mock(sleep=slept.append))
     monkeypatch.setattr(rendezvous, "have_begun", lambda *of: next(early, True) and have_begun(*of))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = free.getsockname()
+    address = "127.0.0.1", free_port()
     own = replace(environment(0, 1), store_host=address[0], store_port=address[1])
     hosts = Rendezvous(own, connect(own, LONGEST_S), timeout_s=LONGEST_S)
     hosts.meet(("127.0.0.1", 1), SETTINGS)

@@ -1,5 +1,3 @@
-"""The answers of several workers, put together."""
-
 import math
 from collections.abc import Mapping
 from typing import Any

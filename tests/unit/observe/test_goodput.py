@@ -1,5 +1,3 @@
-"""Goodput: full speed of a worker that is disturbed, its own part, and the run's figure."""
-
 import math
 from itertools import accumulate
 from random import Random

@@ -1,5 +1,3 @@
-"""The answers of the status port, and the attacks that it bears."""
-
 import errno
 import http.client
 import os

@@ -246,6 +246,7 @@ def test_nothing_is_kept_of_what_passes_after_the_end(linear):
         (2, 18, 9.0, 50, True),
         (2, 32, 4.9, 200, False),
         (0, 32, 9.0, 200, False),
+        (None, 32, 0.0, 200, True),
     ],
 )
 def test_who_counts_shorter_epochs_than_the_others_says_so(
@@ -253,8 +254,8 @@ def test_who_counts_shorter_epochs_than_the_others_says_so(
 ):
     """Its dataset is shorter, so the others train on after its last epoch.
 
-    17 samples are late news; so are 32 if it waits for less than a time-out. Without epochs the
-    script has stopped the run.
+    17 samples are late news; so are 32 if it waits for less than a time-out. With 0 epochs the
+    script has stopped the run; with None it counts its own steps.
     """
     model, optimizer = linear()
     if num_epochs == 0:

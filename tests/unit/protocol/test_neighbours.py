@@ -10,7 +10,7 @@ import pytest
 from gossipdp.graph.constants import Constants, LiveGraph
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.members import Member, Status
-from gossipdp.protocol.neighbours import Fresh, Neighbourhood, Place
+from gossipdp.protocol.neighbours import Fresh, Neighbourhood, Place, weighted_order
 
 
 @pytest.mark.parametrize(("degree", "num_left_out"), [(1, 0), (2, 1), (3, 1), (4, 2), (15, 7)])
@@ -30,6 +30,17 @@ def test_fresh_counts_among_those_that_can_exchange_now():
         policy.exchanged(peer, initiated=True)
     assert policy.draw({1: 1.0, 2: 1.0}) == [1]
     assert policy.draw({4: 1.0}) == [4]
+
+
+def test_the_seed_alone_decides_on_the_order():
+    one, other = {1: 0.5, 2: 0.5, 3: 0.1}, {3: 0.1, 2: 0.5, 1: 0.5}
+    assert weighted_order(one, Random(7)) == weighted_order(other, Random(7))
+
+
+def test_first_choice_follows_lambda():
+    random = Random(0)
+    first = [weighted_order({1: 0.1, 2: 0.3}, random)[0] for _ in range(4000)]
+    assert first.count(2) / 4000 == pytest.approx(0.75, abs=0.03)
 
 
 # --- the graph over the live workers -------------------------------------------------------
