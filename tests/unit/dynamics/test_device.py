@@ -7,18 +7,18 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from random import Random
 
 import pytest
 import torch
-from clocked_device import GOSSIP, MAIN, ClockedDevice, OutOfOrderError
+from clocked_device import GOSSIP, MAIN, ClockedDevice, HostAsCard, OutOfOrderError
 from torch import Tensor, nn
 
 from gossipdp.dynamics import device as devices
 from gossipdp.dynamics.chunks import BufferChunk, Chunk, Moment, Role
-from gossipdp.dynamics.device import Device, Mark, QueuedDevice, Slot, _Pinned, device_of, refusal
+from gossipdp.dynamics.device import Device, Slot, _Pinned, device_of, refusal
 from gossipdp.dynamics.phase import Phase
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.parallel.training_state import BetweenSteps
@@ -57,13 +57,8 @@ class World:
         """Work as the gossip thread, without the wait at its end."""
         return self._as(GOSSIP)
 
-    @contextmanager
-    def _as(self, stream: str) -> Iterator[None]:
-        with ExitStack() as stack:
-            if isinstance(self.device, ClockedDevice):
-                stack.enter_context(self.device.on(stream))
-                stack.enter_context(self.device.used())
-            yield
+    def _as(self, stream: str) -> AbstractContextManager[None]:
+        return self.device.on(stream) if isinstance(self.device, ClockedDevice) else nullcontext()
 
     def hand_over(self) -> None:
         """Let one thread tell the other that it may go on: no mark, and no wait."""
@@ -293,28 +288,6 @@ def race(segment: Segment, state: State, seed: int) -> None:
     assert torch.equal(c, -total.double())
 
 
-class HostAsCard(QueuedDevice):
-    """Host memory that is treated as a card: the same operations in the same order."""
-
-    def mark(self) -> Mark:
-        return Device().mark()
-
-    def follow_gossip(self) -> None: ...
-
-    def finish_all(self) -> None: ...
-
-    def pinned(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    room = pinned
-
-    def is_pinned(self, values: Tensor) -> bool:
-        return False
-
-    def holds(self, values: Tensor) -> bool:
-        return True
-
-
 def exchanged(x: Tensor, device: Device | None) -> list[Tensor]:
     """Return the last snapshot, x, c and what x could not hold, after exchanges and boundaries."""
     segment = Segment(x, Role.TRAINED, chunk_bytes=1 << 14)
@@ -496,7 +469,7 @@ def test_an_optimizers_state_is_read_when_the_device_has_done_its_step():
     room = torch.empty(400, dtype=torch.uint8)
 
     def copy() -> bool:
-        with device.on(GOSSIP), device.used():
+        with device.on(GOSSIP):
             is_copied = between._copy(momentum, room)
         device.meet()
         return is_copied
@@ -516,7 +489,7 @@ def test_an_optimizers_state_is_described_though_no_step_follows():
     device = ClockedDevice()
     between, step, momentum = optimizer_on(device)
     step()
-    with device.on(GOSSIP), device.used():
+    with device.on(GOSSIP):
         (described,) = between._describe().tensors
         assert described.data_ptr() == momentum.data_ptr()
         assert between._copy(described, torch.empty(400, dtype=torch.uint8))

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from clocked_device import HostAsCard
 from torch import Tensor
 
 from gossipdp.dynamics.chunks import BufferChunk, Chunk, Moment, MomentChunk, Role
-from gossipdp.dynamics.device import Mark, QueuedDevice
+from gossipdp.dynamics.device import Mark
 from gossipdp.dynamics.inboxes import InboxChunk
 from gossipdp.dynamics.state import Segment, State
 
@@ -82,7 +83,7 @@ class WatchedMark(Mark):
         self.is_open = True
 
 
-class AtOnce(QueuedDevice):
+class AtOnce(HostAsCard):
     """Works at once, and watches that its locks' holders are in order."""
 
     def __init__(self) -> None:
@@ -97,17 +98,10 @@ class AtOnce(QueuedDevice):
     def finish(self) -> None:
         self.num_finished += 1
 
-    def follow_gossip(self) -> None: ...
-
     def finish_all(self) -> None:
         self.num_finished += 1
         for mark in self.marks:
             mark.is_open = False
-
-    pinned = room = is_pinned = None  # type: ignore[assignment]  # a boundary calls none of them
-
-    def holds(self, values: Tensor) -> bool:
-        return True
 
 
 SHAPES: dict[str, dict[str, Any]] = {
