@@ -3,16 +3,15 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from random import Random
 
+from driven_worker import protocol_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gossipdp.protocol.actions import Reach, Send
 from gossipdp.protocol.liveness import FailureDetector
-from gossipdp.protocol.members import Member, Membership, Progress, Status
+from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.messages import AskLife, TellLife
-from gossipdp.protocol.peers import Peers
 
 TIMEOUT_S = 10.0
 ASKED_AT, REACH_S = 0.6 * TIMEOUT_S, 0.3 * TIMEOUT_S
@@ -23,17 +22,15 @@ def detector(
     *watched: int, live: Sequence[int] = (1,), linked: Sequence[int] = ()
 ) -> FailureDetector:
     """Make the detector of rank 0; those that are live, or linked, may be asked."""
-    membership = Membership(Member(0, 0, 100), 10)
-    membership.merge_all(
+    worker = protocol_of(0, process_id=100, timeout_s=TIMEOUT_S)
+    worker.membership.merge_all(
         Member(rank, 0, 100 + rank, Status.ALIVE, f"10.0.0.{rank}", 4000 + rank)
         for rank in {*watched, *live, *linked}
     )
-    peers = Peers(membership, Progress(0, 100), TIMEOUT_S)
     for peer in linked:
-        peers.up(peer, 0.0)
-    made = FailureDetector(membership, peers, TIMEOUT_S, Random(0))
-    made.watch(watched, 0.0)
-    return made
+        worker.peers.up(peer, 0.0)
+    worker._detector.watch(watched, 0.0)
+    return worker._detector
 
 
 def found_dead(made: FailureDetector) -> list[int]:
