@@ -158,10 +158,8 @@ def test_a_certificate_that_is_refused(
     assert other.startswith("the other end refused this worker's certificate")
 
 
-def test_holding_a_key_is_membership_and_the_secret_is_not_asked_for(world, authority):
-    """The run's one key, or each worker's own with a certificate of one authority."""
+def test_holding_a_key_is_membership_and_the_secret_is_not_asked_for(world):
     world.join(world.tls(0, secret=b"one"), world.tls(1, secret=b"another"))
-    world.join(*(world.tls(rank, tls=Tls(authority.issue())) for rank in (2, 3)))
 
 
 def test_a_link_is_made_anew_before_its_key_has_protected_too_much(world, monkeypatch):
