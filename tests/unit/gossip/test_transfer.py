@@ -141,15 +141,6 @@ def has_taken(giver: End, taker: End) -> bool:
     return all(torch.equal(x, y) for x, y in zip(giver.values, taker.values, strict=True))
 
 
-def test_who_has_no_state_yet_is_asked_again(ends):
-    giver, taker = ends
-    giver.transfers.has_state = False
-    assert isinstance(given(giver, taker), transfer.NoStateYetError)
-    giver.transfers.has_state = True
-    assert given(giver, taker) is None
-    assert has_taken(giver, taker)
-
-
 class Counted(list):
     """Counts how many of its items are looked at."""
 
@@ -306,6 +297,9 @@ def test_a_link_that_breaks_again_and_again_ends_what_begins_anew_each_time(ends
 
 def test_who_has_nothing_to_give_says_so(ends, caplog):
     giver, taker = ends
+    giver.transfers.has_state = False
+    assert isinstance(given(giver, taker), transfer.NoStateYetError)
+    giver.transfers.has_state = True
     giver.refusal = "it is poisoned"
     for is_whole in (False, True):
         assert "it is poisoned" in str(given(giver, taker, is_whole=is_whole))
@@ -320,6 +314,8 @@ def test_who_has_nothing_to_give_says_so(ends, caplog):
         assert "described" in str(given(giver, taker, is_whole=True))
     (said,) = [each.getMessage() for each in caplog.records if "described" in each.getMessage()]
     assert said.startswith("worker 1 cannot start from this worker's optimizer state")
+    assert given(giver, taker) is None, "its parameters"
+    assert has_taken(giver, taker)
 
 
 @pytest.mark.parametrize("at", [1, 2, 5])
