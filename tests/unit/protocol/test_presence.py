@@ -357,19 +357,15 @@ def test_a_joiner_whose_rank_is_taken_is_told_at_once():
     assert len(of_type(joiner.receive(0, tell(other), 0.5), Superseded)) == 1
 
 
-def test_who_asks_for_members_is_told_all():
-    worker = make_worker(0, 7)
+def test_who_asks_for_members_is_told_all_until_the_others_train_no_more():
+    worker = make_worker(0, 2, 7)
     worker.step(32, 0.2)
     (answer,) = said(worker.receive(7, Envelope(AskMembers()), 0.5), 7)
     assert isinstance(answer, Members)
     assert (answer.num_workers, answer.is_ending) == (6, False)
     assert [record.rank for record in answer.members] == list(range(6))
     assert [entry.samples for entry in answer.progress] == [32]
-
-
-def test_the_end_takes_in_nobody():
-    worker = make_worker(0, 2)
-    worker.done(0.1)
+    worker.done(0.6)
     assert not worker.answer_joiner().is_ending, "the others still train"
-    worker.receive(0, tell(*(member(rank, Status.DONE) for rank in (0, 2, 3, 4, 5))), 0.2)
+    worker.receive(0, tell(*(member(rank, Status.DONE) for rank in (0, 2, 3, 4, 5))), 0.7)
     assert worker.answer_joiner().is_ending
