@@ -2,8 +2,6 @@
 
 import math
 
-import msgspec
-import pytest
 from consolidation import begin, epoch, ticks, view, worker
 
 from gossipdp.protocol import actions as do
@@ -212,11 +210,3 @@ def test_a_sum_that_was_given_up_takes_nothing_more():
     divides = do.FinishChunk(epoch(2), 0, 2)  # by those that are left
     asks = do.Send(2, say.PullPartials(epoch(2), 1, 1))
     assert machine.partial_landed(2, epoch(2), 0) == [divides, asks]
-
-
-@pytest.mark.parametrize("ranks", [[], [1, 0], [0, 0, 1], [1, 2]])
-def test_a_member_list_that_makes_no_sense_does_not_decode(ranks):
-    members = [[rank, 1] for rank in ranks]
-    data = msgspec.msgpack.encode(["BeginEpoch", [1, 0, 7], members, None])
-    with pytest.raises(msgspec.ValidationError, match="members of an epoch"):
-        msgspec.msgpack.decode(data, type=say.ConsolidationMessage)
