@@ -68,13 +68,8 @@ def test_exchanges_are_counted_and_a_failed_link_is_not_chosen_until_it_is_made_
     worker.link_down(2, 0.6)
     worker.link_up(2, 0.7)
     assert worker.pairing.available.keys() == {0, 2}
-
-
-def test_a_new_link_aborts_the_exchange_of_the_old_one():
-    worker = make_worker(0, 2)
-    worker.receive(0, ask(0), 0.1)
-    actions = worker.link_up(0, 0.2)
-    assert isinstance(actions[0], Stop)
+    worker.receive(0, ask(0, 2), 0.8)
+    assert isinstance(worker.link_up(0, 0.9)[0], Stop), "the exchange of the old one ends"
     assert worker.pairing.state == Idle()
 
 
