@@ -126,30 +126,20 @@ def test_no_step_is_overlooked_however_two_threads_meet(meets):
     looked_at: list[tuple[int, float, float]] = []
     due: list[str] = []
 
-    class Loop:
-        protocol = SimpleNamespace(
-            rank=0, exchange_rate=None, step=lambda *step: looked_at.append(step)
-        )
-
-        def __init__(self) -> None:
-            self.protocol.clock = self
-            self.transport = SimpleNamespace(wake=lambda: woken.append(len(waits_s)))
-
-        def perform(self, _: object) -> None: ...
-
+    class Clock:
         @property
         def timed_from_step(self) -> float:
             meet("the wish")
             return 1.0
 
-        def clock(self) -> float:
-            meet("within the step")
-            return 5.0
+    def clock() -> float:
+        meet("within the step")
+        return 5.0
 
-        def turn(self, timeout_s: float) -> None:
-            waits_s.append(timeout_s)
-            meet("the turn")
-            thread._stopping = True
+    def turn(timeout_s: float) -> None:
+        waits_s.append(timeout_s)
+        meet("the turn")
+        thread._stopping = True
 
     def meet(place: str) -> None:
         """Let the other thread have its turn, once."""
@@ -157,7 +147,11 @@ def test_no_step_is_overlooked_however_two_threads_meet(meets):
             due.clear()
             thread._turn_until_closed() if place == "within the step" else thread.step(3)
 
-    thread = GossipThread(Loop())  # type: ignore[arg-type]
+    loop = loop_of(clock=clock, turn=turn, perform=lambda _: None)
+    loop.transport.wake = lambda: woken.append(len(waits_s))
+    loop.protocol.clock = Clock()
+    loop.protocol.step = lambda *step: looked_at.append(step)
+    thread = GossipThread(loop)
     due.append(meets)
     if meets == "before the wish":
         empty = thread._empty_queues
