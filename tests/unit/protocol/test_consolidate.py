@@ -18,10 +18,7 @@ def pull_results(number: int, start: int) -> say.PullResults:
 
 def test_alone_without_a_message():
     machine = worker(0, num_chunks=2, num_copied_chunks=1)
-    assert machine.review(view(1)) == [
-        do.FinishChunk(epoch(1), 0, 1),
-        do.FinishChunk(epoch(1), 1, 1),
-    ]
+    assert machine.review(view(1)) == [do.FinishChunk(epoch(1), chunk, 1) for chunk in range(2)]
     assert machine.chunk_finished(epoch(1), 1, 0.0) == [], "out of order"
     assert machine.chunk_finished(epoch(1), 0, 0.0) == []
     assert machine.chunk_finished(epoch(2), 1, 0.0) == [], "of another sum"

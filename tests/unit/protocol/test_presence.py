@@ -332,13 +332,9 @@ def test_a_joiner_that_has_parameters_says_so_at_once():
     joiner = make_worker(0, 2, rank=6, process_id=900, status=Status.JOINING)
     assert isinstance(said(joiner.receive(0, ask(0), 0.5), 0)[0], Busy)
     joiner.poll(1.0)  # all links have heard all that there was
-    told = {
-        action.peer: action.message.members
-        for action in joiner.release(1.0)
-        if isinstance(action, Send)
-    }
+    actions = of_type(joiner.release(1.0), Send)
     alive = (joiner.membership.own,)
-    assert told == {0: alive, 2: alive}
+    assert {each.peer: each.message.members for each in actions} == {0: alive, 2: alive}
 
 
 def test_one_that_leaves_says_so_at_once():
