@@ -87,14 +87,6 @@ def test_a_lower_epoch_is_not_followed_and_its_leader_is_told():
     assert machine.receive(1, say.CommitEpoch(epoch(4, 1), 0.0)) == []
 
 
-def test_a_death_begins_a_new_epoch_under_the_next_lowest():
-    machine = worker(1, among=view(3), joins=3)
-    start = begin(4, 1, 2)
-    actions = machine.review(view(3, worker0=Status.DEAD))
-    assert actions[:2] == [do.Forget(epoch(3)), do.Send(2, start)]
-    assert not machine.accepts_result(0, epoch(3), 0)
-
-
 def test_of_two_results_the_later_one_stays():
     machine = worker(1, num_chunks=1, among=view(3), joins=2)
     machine.result_landed(0, epoch(2), 0, 2.0)
