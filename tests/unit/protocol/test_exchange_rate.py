@@ -148,8 +148,18 @@ def test_a_worker_that_cannot_afford_more_says_busy_and_then_free():
     assert isinstance(said(worker.receive(0, ask(0, 99), now), 0)[0], Busy)
     opens_at = worker.next_deadline()
     assert opens_at == pytest.approx(now + STEP_S / (1.5 * rate.rate))
+    worker.hold(now)
+    worker.release(now)
+    assert not worker.pairing.answers, "released while it cannot afford more"
     assert said(worker.poll(opens_at - 1e-3)) == []
     assert said(worker.poll(opens_at), 0) == [Free()]
+    worker.receive(0, ask(0, 100), opens_at)
+    worker.finished(ExchangeId(0, 0, 100), opens_at)
+    worker.hold(opens_at)
+    worker.poll(opens_at + 1.0)
+    assert not worker.pairing.answers, "held while it can afford more"
+    worker.release(opens_at + 1.0)
+    assert worker.pairing.answers
 
 
 def test_an_exchange_that_is_withdrawn_before_its_first_chunk_costs_nothing():
@@ -187,23 +197,3 @@ def test_while_it_cannot_afford_more_its_own_demands_wait_too():
     for at_s, is_asked in ((opens_at - 1e-3, False), (opens_at, True)):
         asked = any(isinstance(each, Propose) for each in said(worker.poll(at_s), 0))
         assert asked is is_asked
-
-
-def test_it_opens_once_it_is_released_and_can_afford_more_and_not_before():
-    rate = rate_after(0.2)
-    worker = make_worker(0, 2, exchange_rate=rate)
-    worker.poll(100.0)
-    worker.hold(100.0)
-    worker.release(100.0)
-    for number in range(int(BURST)):
-        worker.receive(0, ask(0, number + 1), 100.0)
-        worker.finished(ExchangeId(0, 0, number + 1), 100.0)
-    worker.hold(100.0)
-    worker.release(100.0)
-    assert not worker.pairing.answers, "released while it cannot afford more"
-    worker.hold(100.0)
-    later = 100.0 + 2 * STEP_S / (SPARE * rate.rate)
-    worker.poll(later)
-    assert not worker.pairing.answers, "held while it can"
-    worker.release(later)
-    assert worker.pairing.answers
