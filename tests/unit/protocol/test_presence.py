@@ -313,28 +313,24 @@ def test_a_worker_that_has_had_all_its_lives_ends_with_a_clear_reason():
     assert worker.incarnation == MAX_INCARNATION, "a greater one would not decode"
 
 
-def test_a_joiner_counts_once_it_has_parameters():
-    joiner = make_worker(rank=6, process_id=900, status=Status.JOINING)
+def test_a_joiner_counts_once_it_has_parameters_and_says_so_at_once():
+    joiner = make_worker(0, 2, rank=6, process_id=900, status=Status.JOINING)
     other = make_worker(0, 2)
     assert joiner.neighbours == frozenset()
     assert not joiner.can_donate
+    assert isinstance(said(joiner.receive(0, ask(0), 0.5), 0)[0], Busy)
     other.receive(0, tell(joiner.membership.own), 0.1)
     assert other.neighbours == {0, 2}
     assert other.membership.live() == tuple(range(6))
-    (rebuilt,) = of_type(joiner.release(1.0), Rebuilt)
+    joiner.poll(1.0)  # all links have heard all that there was
+    actions = joiner.release(1.0)
+    (rebuilt,) = of_type(actions, Rebuilt)
     assert rebuilt.neighbours == {0, 1}
+    told = {each.peer: each.message.members for each in of_type(actions, Send)}
+    assert told == {0: (joiner.membership.own,), 2: (joiner.membership.own,)}
     assert joiner.can_donate
     other.receive(0, tell(joiner.membership.own), 1.1)
     assert other.neighbours == {0, 2, 6}
-
-
-def test_a_joiner_that_has_parameters_says_so_at_once():
-    joiner = make_worker(0, 2, rank=6, process_id=900, status=Status.JOINING)
-    assert isinstance(said(joiner.receive(0, ask(0), 0.5), 0)[0], Busy)
-    joiner.poll(1.0)  # all links have heard all that there was
-    actions = of_type(joiner.release(1.0), Send)
-    alive = (joiner.membership.own,)
-    assert {each.peer: each.message.members for each in actions} == {0: alive, 2: alive}
 
 
 def test_one_that_leaves_says_so_at_once():
