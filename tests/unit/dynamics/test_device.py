@@ -196,15 +196,6 @@ ON_CUDA = [pytest.mark.cuda, NEEDS_CUDA]
 BOTH = torch.float32, torch.bfloat16
 
 
-@pytest.fixture
-def switching_often():
-    """Let threads take turns many times a millisecond: all orders are met, and none waits 5 ms."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
 @pytest.mark.parametrize(
     ("place", "kernels", "dtype", "num_chunks"),
     [
@@ -215,9 +206,7 @@ def switching_often():
         pytest.param("cuda", "torch", torch.float32, 5, marks=ON_CUDA),
     ],
 )
-def test_two_threads_lose_nothing(
-    switching_often, monkeypatch, *, place, kernels, dtype, num_chunks
-):
+def test_two_threads_lose_nothing(monkeypatch, *, place, kernels, dtype, num_chunks):
     """Boundary, step and reading race snapshot and exchange, on the kernels that training uses.
 
     All numbers are multiples of 2**-8 and small, so every sum is exact: in the end x + pending is
@@ -236,6 +225,8 @@ def test_two_threads_lose_nothing(
     state.compile(kernels)
     assert state.kernels.startswith(kernels)
     with ExitStack() as stack:
+        stack.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(1e-5)  # so that all orders are met, and no thread waits 5 ms
         stack.callback(state.end_helpers)
         if device is not None:
             device.adopt_state(state)
@@ -482,11 +473,7 @@ def test_an_optimizers_state_is_read_when_the_device_has_done_its_step():
         step()
         assert copy(), "more is likely to follow"
         step()  # for which it waits once more
-
-
-def test_an_optimizers_state_is_described_though_no_step_follows():
-    """The main thread trains no more, so another one waits for the device."""
-    device = ClockedDevice()
+    # If the main thread trains no more, another one waits for the device.
     between, step, momentum = optimizer_on(device)
     step()
     with device.on(GOSSIP):
