@@ -136,7 +136,11 @@ def test_a_peer_that_breaks_the_rules_loses_its_link():
     (unlink,) = of_type(actions, Unlink)
     assert unlink.peer == state.peer
     assert "gain" in unlink.reason
-    assert worker.pairing.available.keys() == {2 - state.peer}
+    other = 2 - state.peer
+    assert worker.pairing.available.keys() == {other}
+    actions = worker.receive(other, say.Envelope(say.NewerEpoch(say.Epoch(2**40, 0, 7))), 0.3)
+    assert [each.peer for each in of_type(actions, Unlink)] == [other], "out of all order"
+    assert of_type(worker.poll(0.4), Unlink) == [], "it is judged once"
 
 
 @given(st.lists(st.lists(st.floats(0.0, 0.5), max_size=4), min_size=1, max_size=4))

@@ -6,7 +6,7 @@ import pytest
 from driven_worker import TIMEOUT_S, ask, make_worker, member, of_type, run, said, tell
 
 from gossipdp.protocol import messages as say
-from gossipdp.protocol.actions import Notice, Send, Stop, Unlink
+from gossipdp.protocol.actions import Notice, Send, Stop
 from gossipdp.protocol.members import Member, ProgressEntry, Status, first_incarnation
 from gossipdp.protocol.worker import WorkerProtocol
 
@@ -34,14 +34,6 @@ def test_an_exchange_ends_where_nothing_of_it_comes_though_its_link_lives():
     assert [each for each in told if isinstance(each, say.Free)] == [say.Free()]
     again = said(worker.receive(0, ask(0, 3), 9.0 + 2 * TIMEOUT_S), 0)
     assert isinstance(again[0], say.Accept)
-
-
-def test_an_epoch_out_of_all_order_closes_the_link():
-    worker = make_worker(0, 2)
-    epoch = say.Epoch(2**40, 0, 7)
-    actions = worker.receive(2, say.Envelope(say.NewerEpoch(epoch)), 0.2)
-    assert [action.peer for action in of_type(actions, Unlink)] == [2]
-    assert of_type(worker.poll(0.3), Unlink) == [], "it is judged once"
 
 
 def test_a_sleep_within_an_exchange_is_no_gap_between_its_bytes():
