@@ -25,14 +25,11 @@ def message_of(content: list[object]) -> bytes:
 def converse(dialler: Handshake, acceptor: Handshake) -> list[bytes]:
     """Run both to the end; return what was said, in order."""
     said = []
-    while True:
-        outputs = [(dialler.take_output(), acceptor), (acceptor.take_output(), dialler)]
-        if not any(data for data, _ in outputs):
-            return said
-        for data, receiver in outputs:
-            if data:
-                said.append(data)
-                assert feed(receiver, data) == b""
+    for speaker, listener in 3 * [(dialler, acceptor), (acceptor, dialler)]:
+        if data := speaker.take_output():
+            said.append(data)
+            assert feed(listener, data) == b""
+    return said
 
 
 def pair(

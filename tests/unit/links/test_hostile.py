@@ -70,12 +70,8 @@ class Exchanging:
             for link in (there, back):
                 link.send_chunk(EXCHANGE, key(self.sent), payload)
         nodes = [self.hub, *self.neighbours]
-        self.world.until(
-            lambda: all(
-                len(node.handler.of("chunk")) == self.sent * (2 if node is self.hub else 1)
-                for node in nodes
-            )
-        )
+        expected = [2 * self.sent, self.sent, self.sent]
+        self.world.until(lambda: [len(node.handler.of("chunk")) for node in nodes] == expected)
         assert all(node.handler.of("chunk")[-1][3] == payload.tobytes() for node in nodes)
 
     def assert_undisturbed(self) -> None:
@@ -120,18 +116,17 @@ def test_garbage_and_huge_lengths_allocate_nothing_and_are_logged_once(make, wor
 
 
 def test_a_chunk_that_nobody_asked_for_takes_no_memory(world):
-    good = Exchanging(world, world.tcp)
-    traitor = world.tcp(9)
-    world.join(traitor, good.hub)
-    good.hub.handler.hooks["chunk_buffer"] = lambda *_: None
+    hub = world.tcp(0)
+    there, _ = world.join(world.tcp(9), hub)
+    hub.handler.hooks["chunk_buffer"] = lambda *_: None
     payload = memoryview(bytes(16 << 20))
     tracemalloc.start()
-    traitor.link(good.hub).send_chunk(FrameType.STATE_CHUNK, key(), payload)
-    world.until(lambda: good.hub.handler.of("chunk"))
+    there.send_chunk(FrameType.STATE_CHUNK, key(), payload)
+    world.until(lambda: hub.handler.of("chunk"))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 500_000
-    assert good.hub.handler.of("chunk")[0][3] is None
+    assert hub.handler.of("chunk")[0][3] is None
 
 
 def test_a_peer_that_authenticates_and_then_sends_garbage(make, world, caplog):
