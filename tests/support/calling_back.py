@@ -7,8 +7,8 @@ from collections.abc import Callable
 class CallingLock:
     """A mutex that calls back once: before it is next taken, or once it is next free.
 
-    What another thread may do at that moment is done there, in the test's own thread. ``before`` may
-    be set later too.
+    What another thread may do at that moment is done there, in the test's own thread. ``before``
+    may be set later too.
     """
 
     def __init__(
