@@ -14,9 +14,6 @@ from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, Proposing
 class InRankOrder(NeighbourPolicy):
     """Every neighbour, lowest rank first: a policy without chance."""
 
-    def __init__(self) -> None:
-        super().__init__(Random(0))
-
     def draw(self, available: Mapping[int, float]) -> list[int]:
         return sorted(available)
 
@@ -24,7 +21,7 @@ class InRankOrder(NeighbourPolicy):
 
 
 def make_pairing(*neighbours: int, policy: NeighbourPolicy | None = None) -> Pairing:
-    policy = policy or InRankOrder()
+    policy = policy or InRankOrder(Random(0))
     pairing = Pairing(rank=5, incarnation=3, policy=policy, alpha_tilde=0.9)
     assert pairing.set_available(dict.fromkeys(neighbours or (2, 8), 0.5)) == []
     return pairing
