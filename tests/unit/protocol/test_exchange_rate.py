@@ -8,7 +8,6 @@ from driven_worker import ask, make_worker, said
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gossipdp.protocol import exchange_rate as limits
 from gossipdp.protocol.exchange_rate import BURST, CEILING, SPARE, ExchangeRate
 from gossipdp.protocol.messages import Accept, Busy, Cancel, Envelope, ExchangeId, Free, Propose
 from gossipdp.protocol.worker import Action
@@ -61,10 +60,13 @@ NEAR_STEPS = [("step", step_s) for step_s in (0.1, 0.124, 0.081, 1.44, 3.2)]
 
 
 @example(events=[("exchange", (0.2, 0.01, 0.0))] * 4 + NEAR_STEPS, most_taken=0.05)
-@given(events=st.lists(measured, min_size=30, max_size=120), most_taken=st.floats(0.02, 0.2))
+@given(
+    events=st.lists(measured, min_size=30, max_size=120),
+    most_taken=st.just(0.05) | st.floats(0.02, 0.2),  # 5% unless another share is given
+)
 def test_the_rate_is_that_of_the_text_for_the_medians_of_what_was_measured_last(events, most_taken):
     """It follows them at each step, if they differ by more than a quarter or reach the ceiling."""
-    rate = ExchangeRate(most_taken)
+    rate = ExchangeRate() if most_taken == 0.05 else ExchangeRate(most_taken)
     assert (rate.rate, rate.bound) == (1.0, "start")
     exchanges, looks = list[tuple[float, ...]](), list[tuple[float, ...]]()
     for kind, value in events:
@@ -92,18 +94,6 @@ def test_the_rate_is_that_of_the_text_for_the_medians_of_what_was_measured_last(
                 assert (rate.rate, rate.bound) == before
             continue
         assert (rate.rate, rate.bound) == before
-
-
-@pytest.mark.parametrize(
-    ("used_s", "rate", "on_card"),
-    [(0.01, 2.0, 2.0), (0.025, 1.0, 1.0), (0.0625, 0.8, 0.48), (0.5, 0.1, 0.06)],
-)
-def test_exchanges_take_no_more_of_training_than_they_may(used_s, rate, on_card):
-    """It is 2% of a step of 1 s; for up to one exchange a step it is 5%, on a GPU 3%."""
-    found = limits.affordable_rate(1.0, 0.01, [(used_s, 0.0)])
-    assert found == (pytest.approx(rate), "processor")
-    found = limits.affordable_rate(1.0, 0.01, [(used_s, 0.0)], limits.TAKEN_SHARE_ON_CARD)
-    assert found == (pytest.approx(on_card), "processor")
 
 
 def test_what_it_answers_before_its_first_known_step_leaves_no_debt():
