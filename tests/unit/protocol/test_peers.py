@@ -150,14 +150,11 @@ def test_a_peer_whose_exchanges_take_long_rests_so_that_few_demands_are_lost():
     exchange(peers, 1, 50.0, duration_s=0.2)  # four demands: all are kept
     assert not peers.has_changed
     assert peers.can_exchange([1, 2], 50.0) == [1, 2]
-
-
-def test_nobody_rests_where_all_exchanges_take_long():
     peers = make_peers(1, 2)
     for _ in range(4):
         for peer in (1, 2):
             exchange(peers, peer, duration_s=2.0)
-    assert not any(peers.rests(peer, 1.0) for peer in (1, 2))
+    assert not any(peers.rests(peer, 1.0) for peer in (1, 2)), "all take long"
 
 
 def test_little_is_kept_of_a_peer_that_never_answers_and_nothing_of_a_visitor():
