@@ -188,16 +188,6 @@ class World:
                 chunk.is_taken = False
 
 
-def z_of(chunk: Chunk) -> Tensor:
-    """Return z in float64: neither flow nor boundary changes it."""
-    z = chunk._brought().double() + getattr(chunk, "weight", 1.0) * chunk.x.double()
-    if isinstance(chunk, BufferChunk):
-        z -= chunk.seen.double()
-    if chunk.c is not None:
-        z += 0.5 * math.exp(-2.0 * (chunk.theta - chunk.theta_c)) * chunk.c.double()
-    return z
-
-
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(
         torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name]
@@ -223,11 +213,7 @@ def test_wherever_a_boundary_is_interrupted_it_is_done_or_not_done(monkeypatch, 
     with world_of(monkeypatch, SHAPES[name]) as world:
         world.boundary()
         done = world.held()
-        expected = None if SHAPES[name].get("role") else [z_of(chunk) for chunk in world.chunks]
         world.restore()
-        if expected is not None and world.theta != math.inf:
-            for chunk, z in zip(world.chunks, expected, strict=True):
-                torch.testing.assert_close(z_of(chunk), z, atol=1e-6, rtol=0)
         num_interrupts, num_short, outcomes = 0, 0, set()
         # Handlers run where calls return and loops jump back: few bytecodes apart lies one.
         for number in range(1, 5000, 1 if name == "plain" else 3):
