@@ -275,11 +275,13 @@ def test_a_chunk_lands_in_its_turn_and_in_its_own_state_alone(ends):
     assert len(landing(link, frame_type, key)) == payload.nbytes
 
 
-def test_a_link_that_breaks_again_and_again_ends_what_begins_anew_each_time(ends):
+def test_a_link_that_breaks_again_and_again_ends_what_begins_anew_each_time():
     """Chunks arrive, so that no time-out ends it, and it would never be whole."""
-    giver, taker = ends
+    giver, taker = End(0), End(1)
     giver.keep(*SIZES, text=TEXT)
     taker.fetch(0, is_whole=True)
+    assert taker.dialled == [0], "there is no link yet"
+    linked(giver, taker)
     num_breaks = 0
     while not taker.ended:
         deliver(giver, taker, at_most=4)
@@ -369,12 +371,6 @@ def test_silence_ends_a_fetch_and_bytes_of_a_chunk_defer_that(ends):
     assert taker.links[0].closed, "so that the rest is not sent"
     linked(giver, taker)
     assert not taker.links[0].queue, "nobody waits for it any more"
-
-
-def test_without_a_link_to_the_giver_it_is_dialled():
-    taker = End(1)
-    taker.fetch(0)
-    assert taker.dialled == [0]
 
 
 def test_what_answers_an_older_request_is_dropped(ends):
