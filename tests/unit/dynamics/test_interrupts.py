@@ -117,8 +117,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "inboxes of bfloat16": {"is_ordered": True, "dtype": torch.bfloat16},
     "helped": {"kernels": "numba", "num_helpers": 2},
 }
-
-
 STATE = {"x", "pending", "c", "theta", "theta_c", "has_pending", "seen", "weight"}
 
 

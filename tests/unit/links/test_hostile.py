@@ -25,24 +25,20 @@ def make(request: pytest.FixtureRequest, world: Any) -> Callable[..., Any]:
     return getattr(world, request.param)
 
 
-class Guests:
+class Guests(list[socket.socket]):
     """Connections of a stranger, closed at the end."""
-
-    def __init__(self) -> None:
-        self.open: list[socket.socket] = []
 
     def knock(self, node: Any, data: bytes = b"") -> socket.socket:
         connection = socket.create_connection((node.host, node.port), timeout=5)
         connection.setblocking(False)
-        self.open.append(connection)
+        self.append(connection)
         if data:
             connection.send(data)
         return connection
 
     def close(self) -> None:
-        for connection in self.open:
-            connection.close()
-        self.open.clear()
+        while self:
+            self.pop().close()
 
 
 @pytest.fixture
@@ -107,7 +103,7 @@ def test_garbage_and_huge_lengths_allocate_nothing_and_are_logged_once(make, wor
             tracemalloc.stop()
         # A connection is some Python objects; what was announced would be at least 64 KiB each.
         assert peak < 10 * 20_000
-        for guest in guests.open:
+        for guest in guests:
             with contextlib.suppress(OSError):  # was shown out before
                 guest.send(data[HEADER_BYTES:])
         good.assert_undisturbed()
@@ -166,7 +162,7 @@ def test_a_slow_loris_is_shown_out_after_the_time_limit(world, guests, kind, sai
     world.settle(turns=5)
     for number, byte in enumerate(said):
         clock.now_s = 4.9 * number / len(said)
-        for guest in guests.open:
+        for guest in guests:
             guest.send(bytes([byte]))
         world.settle(turns=3)
     clock.now_s = 4.9
@@ -178,7 +174,7 @@ def test_a_slow_loris_is_shown_out_after_the_time_limit(world, guests, kind, sai
         clock.now_s = 5.0
         good.hub.transport.poll(0.0)
         assert len(good.hub.transport._openings) == 1, "all end in one turn, but for the dial"
-        world.until(lambda: all(map(has_ended, guests.open)))
+        world.until(lambda: all(map(has_ended, guests)))
         assert good.hub.handler.of("dial_failed") == []
         clock.now_s = 9.9
         world.until(lambda: good.hub.handler.of("dial_failed"))
@@ -202,5 +198,5 @@ def test_a_flood_drives_out_none_that_know_the_run(world, guests, monkeypatch, c
     for guest in early:
         assert kind == "tls" or len(guest.recv(4096)) > 30  # the challenge
         assert not has_ended(guest)
-    assert sum(map(has_ended, guests.open)) == 46 - 8
+    assert sum(map(has_ended, guests)) == 46 - 8
     assert caplog.messages == ["dropped 127.0.0.1: too many unauthenticated connections"]

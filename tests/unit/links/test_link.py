@@ -111,14 +111,12 @@ def test_it_lets_pass_its_rate_and_what_was_saved(rate, waits, spent):
     assert sent >= MOST_SAVED * portion + (now - 5.0) * rate * (1 - 1e-9) - portion - 2
 
 
-def test_portions_are_small_beside_a_time_out_and_large_beside_a_packet():
+def test_no_less_than_a_portion_passes_unless_no_more_is_wanted():
+    """It is small beside a time-out and large beside a packet."""
     assert portion_of(1e3) == 1500
     assert portion_of(20e3) == 5000
     assert portion_of(1e6) == 32 << 10
     assert portion_of(100e6) == 1e6
-
-
-def test_less_than_a_portion_passes_if_no_more_is_wanted():
     limit = SendLimit(1e6)
     limit.take(10**12, 0.0)
     assert limit.take(10**12, 0.031) == 0

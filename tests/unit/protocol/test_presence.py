@@ -305,12 +305,15 @@ def test_turned_away_as_outdated_for_the_time_out_it_ends():
     assert of_type(wanted.outdated(0, 10.0 + TIMEOUT_S), Superseded) == []
 
 
-def test_a_worker_that_has_had_all_its_lives_ends_with_a_clear_reason():
+def test_one_that_has_had_all_its_lives_and_a_joiner_whose_rank_is_taken_end_at_once():
     worker = make_worker(0, 2, incarnation=MAX_INCARNATION)
     dead = member(1, Status.DEAD, incarnation=MAX_INCARNATION)
     (end,) = of_type(worker.receive(0, tell(dead), 0.5), Superseded)
     assert "had all its lives" in end.reason
     assert worker.incarnation == MAX_INCARNATION, "a greater one would not decode"
+    joiner = make_worker(0, rank=6, process_id=10, status=Status.JOINING)
+    other = Member(6, 0, 11, Status.JOINING, "10.0.0.3", 4000)
+    assert len(of_type(joiner.receive(0, tell(other), 0.5), Superseded)) == 1
 
 
 def test_a_joiner_counts_once_it_has_parameters_and_says_so_at_once():
@@ -341,12 +344,6 @@ def test_one_that_leaves_says_so_at_once():
     actions = of_type(worker.done(1.0), Send)
     left = (member(1, Status.LEFT),)
     assert {each.peer: each.message.members for each in actions} == {0: left, 2: left}
-
-
-def test_a_joiner_whose_rank_is_taken_is_told_at_once():
-    joiner = make_worker(0, rank=6, process_id=10, status=Status.JOINING)
-    other = Member(6, 0, 11, Status.JOINING, "10.0.0.3", 4000)
-    assert len(of_type(joiner.receive(0, tell(other), 0.5), Superseded)) == 1
 
 
 def test_who_asks_for_members_is_told_all_until_the_others_train_no_more():
