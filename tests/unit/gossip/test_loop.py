@@ -259,9 +259,7 @@ def test_an_exchange_ends_with_its_link_where_its_peer_only_beats(moves):
 
 @pytest.mark.parametrize("moves", ["nothing", "bytes of a chunk"])
 def test_who_is_done_and_only_beats_is_left_out_of_the_average(moves):
-    """On a slow link a chunk takes many time-outs: bytes of it count, words do not, nor does one
-    that has begun and stands still.
-    """
+    """On a slow link bytes of a chunk count; words do not, nor does a chunk that stands still."""
     worker = Worker()
     protocol = worker.loop.protocol
     protocol.membership.merge_all(

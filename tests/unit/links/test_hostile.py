@@ -43,9 +43,8 @@ class Guests(list[socket.socket]):
 
 @pytest.fixture
 def guests() -> Iterator[Guests]:
-    guests = Guests()
-    yield guests
-    guests.close()
+    with contextlib.closing(Guests()) as guests:
+        yield guests
 
 
 class Exchanging:

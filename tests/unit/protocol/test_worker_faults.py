@@ -5,6 +5,7 @@ import inspect
 import pytest
 from driven_worker import TIMEOUT_S, ask, make_worker, member, of_type, run, said, tell
 
+from gossipdp.links.frames import MAX_CONTROL_BYTES
 from gossipdp.protocol import messages as say
 from gossipdp.protocol.actions import Notice, Send, Stop
 from gossipdp.protocol.members import Member, ProgressEntry, Status, first_incarnation
@@ -187,8 +188,6 @@ def test_a_wait_that_ends_within_an_exchange_begins_no_average_before_its_end(me
 
 
 # --- nothing that others say makes a message too long --------------------------------------
-
-MAX_CONTROL_BYTES = 1 << 20  # of a frame
 
 
 def crowd(count: int, status: Status = Status.ALIVE) -> list[Member]:
