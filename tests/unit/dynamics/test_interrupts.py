@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from clocked_device import HostAsCard
 from torch import Tensor
 
 from gossipdp.dynamics.chunks import BufferChunk, Chunk, Moment, MomentChunk, Role
-from gossipdp.dynamics.device import Mark, QueuedDevice
+from gossipdp.dynamics.device import Mark
 from gossipdp.dynamics.inboxes import InboxChunk
 from gossipdp.dynamics.state import Segment, State
 
@@ -82,7 +83,7 @@ class WatchedMark(Mark):
         self.is_open = True
 
 
-class AtOnce(QueuedDevice):
+class AtOnce(HostAsCard):
     """Works at once, and watches that its locks' holders are in order."""
 
     def __init__(self) -> None:
@@ -97,17 +98,10 @@ class AtOnce(QueuedDevice):
     def finish(self) -> None:
         self.num_finished += 1
 
-    def follow_gossip(self) -> None: ...
-
     def finish_all(self) -> None:
         self.num_finished += 1
         for mark in self.marks:
             mark.is_open = False
-
-    pinned = room = is_pinned = None  # type: ignore[assignment]  # a boundary calls none of them
-
-    def holds(self, values: Tensor) -> bool:
-        return True
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -123,8 +117,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "inboxes of bfloat16": {"is_ordered": True, "dtype": torch.bfloat16},
     "helped": {"kernels": "numba", "num_helpers": 2},
 }
-
-
 STATE = {"x", "pending", "c", "theta", "theta_c", "has_pending", "seen", "weight"}
 
 
@@ -194,16 +186,6 @@ class World:
                 chunk.is_taken = False
 
 
-def z_of(chunk: Chunk) -> Tensor:
-    """Return z in float64: neither flow nor boundary changes it."""
-    z = chunk._brought().double() + getattr(chunk, "weight", 1.0) * chunk.x.double()
-    if isinstance(chunk, BufferChunk):
-        z -= chunk.seen.double()
-    if chunk.c is not None:
-        z += 0.5 * math.exp(-2.0 * (chunk.theta - chunk.theta_c)) * chunk.c.double()
-    return z
-
-
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(
         torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name]
@@ -229,11 +211,7 @@ def test_wherever_a_boundary_is_interrupted_it_is_done_or_not_done(monkeypatch, 
     with world_of(monkeypatch, SHAPES[name]) as world:
         world.boundary()
         done = world.held()
-        expected = None if SHAPES[name].get("role") else [z_of(chunk) for chunk in world.chunks]
         world.restore()
-        if expected is not None and world.theta != math.inf:
-            for chunk, z in zip(world.chunks, expected, strict=True):
-                torch.testing.assert_close(z_of(chunk), z, atol=1e-6, rtol=0)
         num_interrupts, num_short, outcomes = 0, 0, set()
         # Handlers run where calls return and loops jump back: few bytecodes apart lies one.
         for number in range(1, 5000, 1 if name == "plain" else 3):

@@ -104,10 +104,6 @@ class Worker:
         self.loop.control(link, say.encode(say.Envelope(proposal)))
         return [type(each) for each in link.said]
 
-    @property
-    def parameters(self) -> torch.Tensor:
-        return self.segment.x + self.segment.pending
-
 
 def test_nobody_exchanges_before_it_has_parameters():
     worker = Worker()
@@ -145,7 +141,8 @@ def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on(m
         worker.loop.chunk(link, FrameType.EXCHANGE_CHUNK, key, room)
         worker.loop.writable(link)
         state = state.exchange(delta, gain)
-        torch.testing.assert_close(worker.parameters.double(), state.x, rtol=0.0, atol=1e-5)
+        x = worker.segment.x + worker.segment.pending
+        torch.testing.assert_close(x.double(), state.x, rtol=0.0, atol=1e-5)
         torch.testing.assert_close(worker.segment.c.double(), state.c, rtol=0.0, atol=1e-5)
         worker.loop.turn(0.0)
         done = worker.loop.snapshot.recent_exchanges[-1]
@@ -271,9 +268,7 @@ def test_an_exchange_ends_with_its_link_where_its_peer_only_beats(moves):
 
 @pytest.mark.parametrize("moves", ["nothing", "bytes of a chunk"])
 def test_who_is_done_and_only_beats_is_left_out_of_the_average(moves):
-    """On a slow link a chunk takes many time-outs: bytes of it count, words do not, nor does one
-    that has begun and stands still.
-    """
+    """On a slow link bytes of a chunk count; words do not, nor does a chunk that stands still."""
     worker = Worker()
     protocol = worker.loop.protocol
     protocol.membership.merge_all(

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from calling_back import CallingLock
 from threadpoolctl import threadpool_info
 from waiting import LONGEST_S, wait_until
 
@@ -84,23 +85,9 @@ def test_graphs_are_worked_out_in_a_thread_of_their_own_and_the_newest_counts():
         until_there(background, "graph", fail)
 
 
-class Guard:
-    """A lock that says when a second thread waits for it."""
-
-    def __init__(self) -> None:
-        self.lock, self.is_awaited = threading.Lock(), threading.Event()
-
-    def __enter__(self) -> None:
-        if not self.lock.acquire(blocking=False):
-            self.is_awaited.set()
-            self.lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
-
-
 def test_blas_has_its_threads_back_though_two_graphs_are_worked_out_at_once(monkeypatch):
-    before, guard, go_on = threads_of_blas(), Guard(), threading.Event()
+    before, guard = threads_of_blas(), CallingLock()
+    go_on, is_awaited = threading.Event(), threading.Event()
     monkeypatch.setattr(threads, "_blas_guard", guard)
     one, other = (Background[int](one_blas_thread) for _ in range(2))
 
@@ -109,9 +96,10 @@ def test_blas_has_its_threads_back_though_two_graphs_are_worked_out_at_once(monk
         return 1
 
     assert one("first", first) is None
-    wait_until(guard.lock.locked, "the first is worked out")
+    wait_until(guard.locked, "the first is worked out")
+    guard.before = is_awaited.set
     assert other("second", lambda: 2) is None
-    assert guard.is_awaited.wait(LONGEST_S)
+    assert is_awaited.wait(LONGEST_S)
     go_on.set()
     assert until_there(other, "second", lambda: 2) == 2
     assert until_there(one, "first", first) == 1
@@ -126,30 +114,20 @@ def test_no_step_is_overlooked_however_two_threads_meet(meets):
     looked_at: list[tuple[int, float, float]] = []
     due: list[str] = []
 
-    class Loop:
-        protocol = SimpleNamespace(
-            rank=0, exchange_rate=None, step=lambda *step: looked_at.append(step)
-        )
-
-        def __init__(self) -> None:
-            self.protocol.clock = self
-            self.transport = SimpleNamespace(wake=lambda: woken.append(len(waits_s)))
-
-        def perform(self, _: object) -> None: ...
-
+    class Clock:
         @property
         def timed_from_step(self) -> float:
             meet("the wish")
             return 1.0
 
-        def clock(self) -> float:
-            meet("within the step")
-            return 5.0
+    def clock() -> float:
+        meet("within the step")
+        return 5.0
 
-        def turn(self, timeout_s: float) -> None:
-            waits_s.append(timeout_s)
-            meet("the turn")
-            thread._stopping = True
+    def turn(timeout_s: float) -> None:
+        waits_s.append(timeout_s)
+        meet("the turn")
+        thread._stopping = True
 
     def meet(place: str) -> None:
         """Let the other thread have its turn, once."""
@@ -157,7 +135,11 @@ def test_no_step_is_overlooked_however_two_threads_meet(meets):
             due.clear()
             thread._turn_until_closed() if place == "within the step" else thread.step(3)
 
-    thread = GossipThread(Loop())  # type: ignore[arg-type]
+    loop = loop_of(clock=clock, turn=turn, perform=lambda _: None)
+    loop.transport.wake = lambda: woken.append(len(waits_s))
+    loop.protocol.clock = Clock()
+    loop.protocol.step = lambda *step: looked_at.append(step)
+    thread = GossipThread(loop)
     due.append(meets)
     if meets == "before the wish":
         empty = thread._empty_queues

@@ -32,14 +32,6 @@ def pair(make: Callable[..., Any], world: Any) -> tuple[Any, Any, Link, Link]:
     return world.pair(make)
 
 
-def test_up_once_on_both_sides_with_the_peers_identity(pair, world):
-    first, second, there, _ = pair
-    world.settle()
-    assert first.handler.names() == second.handler.names() == ["link_up"]
-    assert there.peer_identity == second.transport.identity
-    assert there.peer_identity.port == second.port
-
-
 def test_one_link_to_a_peer_however_often_and_by_whom_it_is_dialled(make, world):
     """The dial to another peer need not know which worker listens there. A turn serves both."""
     first, second, third = make(5), make(1), make(2)
@@ -51,6 +43,8 @@ def test_one_link_to_a_peer_however_often_and_by_whom_it_is_dialled(make, world)
     assert first.handler.names() == ["link_up"] * 2
     assert sorted(first.handler.links) == [1, 2]
     for node in (second, third):
+        assert first.link(node).peer_identity == node.transport.identity
+        assert first.link(node).peer_identity.port == node.port
         assert node.handler.names() == ["link_up"]
         assert list(node.handler.links) == [5]
         node.link(first).send_control(b"to one")
@@ -306,25 +300,20 @@ def test_a_new_link_replaces_the_old_one(pair, world):
     assert first.handler.of("link_down") == [(there, "replaced by a newer link")]
 
 
-def test_wake_from_another_thread(pair, world):
-    first = pair[0]
+def test_poll_returns_when_another_thread_wakes_it_or_what_was_queued_has_left(pair, world):
+    first, _, there, _ = pair
     world.settle()
     thread = threading.Thread(target=first.transport.wake)
-    thread.start()
-    first.transport.poll(FOR_EVER_S)
-    thread.join()
-
-
-def test_poll_returns_when_what_was_queued_before_has_left(pair):
-    first, _, there, _ = pair
-    for send in (
+    for begin in (
+        thread.start,
         lambda: there.send_control(b"x"),
         lambda: there.send_chunk(EXCHANGE, key(0), memoryview(b"x")),
         lambda: there.close("enough"),
     ):
-        send()
+        begin()
         first.transport.poll(FOR_EVER_S)
         assert not there.has_unsent
+    thread.join()
 
 
 def test_closing_the_transport_from_a_handler(make, world):

@@ -81,9 +81,10 @@ def test_files_that_cannot_be_used_are_named(
 
 
 @pytest.mark.parametrize("days", [(-10, -1), (1, 10)], ids=["expired", "not yet valid"])
-def test_dates_of_certificates_are_not_checked(world, authority, days):
+def test_neither_dates_of_certificates_nor_secrets_are_looked_at(world, authority, days):
     """A run may outlive its certificate, and clocks step: links are made anew all the while."""
-    world.join(*(world.tls(rank, tls=Tls(authority.issue(*days))) for rank in (0, 1)))
+    one, other = (Tls(authority.issue(*days)) for _ in range(2))
+    world.join(world.tls(0, tls=one, secret=b"one"), world.tls(1, tls=other, secret=b"another"))
 
 
 def test_a_chain_in_one_file_and_only_the_newest_tls(authority, tmp_path):
@@ -156,12 +157,6 @@ def test_a_certificate_that_is_refused(
     one, other = sorted(message.partition(": ")[2] for message in caplog.messages)
     assert one.startswith("certificate refused: it is not this run's, nor signed by")
     assert other.startswith("the other end refused this worker's certificate")
-
-
-def test_holding_a_key_is_membership_and_the_secret_is_not_asked_for(world, authority):
-    """The run's one key, or each worker's own with a certificate of one authority."""
-    world.join(world.tls(0, secret=b"one"), world.tls(1, secret=b"another"))
-    world.join(*(world.tls(rank, tls=Tls(authority.issue())) for rank in (2, 3)))
 
 
 def test_a_link_is_made_anew_before_its_key_has_protected_too_much(world, monkeypatch):

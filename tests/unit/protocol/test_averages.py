@@ -115,22 +115,17 @@ def test_the_silent_are_not_waited_for_and_are_named():
     assert actions[-1] == AverageEnded(epoch(1), 2, {2: "it is silent"})
 
 
-def test_a_caller_that_was_started_again_takes_the_place_of_itself():
-    """Its numbers begin anywhere, so those of its former life may be higher."""
+def test_a_request_gives_way_to_a_later_one_and_to_the_next_life_of_its_caller():
+    """The numbers of a life begin anywhere: those of the former one may be higher."""
     leaf = worker(1)
-    leaf.receive(0, ask(9, 0, 1, 2))
+    leaf.receive(0, ask(9, 0, 1))
+    assert leaf.receive(0, ask(8, 0, 1, 2)) == [], "a late one of an earlier attempt"
+    assert leaf.sum_of(epoch(8)) is None
+    assert leaf.sum_of(epoch(9)) is not None
     anew = AskAverage(Epoch(3, 0, 777), (0, 1, 2))
     leaf.receive(0, anew)
     assert leaf.sum_of(anew.epoch) is not None
     assert leaf.sum_of(epoch(9)) is None
-
-
-def test_a_late_request_of_an_earlier_attempt_changes_nothing():
-    leaf = worker(1)
-    leaf.receive(0, ask(2, 0, 1))
-    assert leaf.receive(0, ask(1, 0, 1, 2)) == []
-    assert leaf.sum_of(epoch(1)) is None
-    assert leaf.sum_of(epoch(2)) is not None
 
 
 def test_who_takes_part_in_many_sums_says_that_it_cannot_in_one_more():

@@ -3,16 +3,15 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from random import Random
 
+from driven_worker import protocol_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gossipdp.protocol.actions import Reach, Send
 from gossipdp.protocol.liveness import FailureDetector
-from gossipdp.protocol.members import Member, Membership, Progress, Status
+from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.messages import AskLife, TellLife
-from gossipdp.protocol.peers import Peers
 
 TIMEOUT_S = 10.0
 ASKED_AT, REACH_S = 0.6 * TIMEOUT_S, 0.3 * TIMEOUT_S
@@ -23,17 +22,15 @@ def detector(
     *watched: int, live: Sequence[int] = (1,), linked: Sequence[int] = ()
 ) -> FailureDetector:
     """Make the detector of rank 0; those that are live, or linked, may be asked."""
-    membership = Membership(Member(0, 0, 100), 10)
-    membership.merge_all(
+    worker = protocol_of(0, process_id=100, timeout_s=TIMEOUT_S)
+    worker.membership.merge_all(
         Member(rank, 0, 100 + rank, Status.ALIVE, f"10.0.0.{rank}", 4000 + rank)
         for rank in {*watched, *live, *linked}
     )
-    peers = Peers(membership, Progress(0, 100), TIMEOUT_S)
     for peer in linked:
-        peers.up(peer, 0.0)
-    made = FailureDetector(membership, peers, TIMEOUT_S, Random(0))
-    made.watch(watched, 0.0)
-    return made
+        worker.peers.up(peer, 0.0)
+    worker._detector.watch(watched, 0.0)
+    return worker._detector
 
 
 def found_dead(made: FailureDetector) -> list[int]:
@@ -193,12 +190,16 @@ def test_only_the_watched_are_judged():
         assert found_dead(made) == dead
 
 
-def test_questions_about_two_workers_are_answered_each_in_its_own_time():
+def test_questions_are_answered_each_in_its_own_time_and_those_about_strangers_at_once():
     made = detector(live=[2], linked=[1])
     assert made.receive(7, AskLife(1, 5), 0.0) == []
     assert made.receive(7, AskLife(2, 6), 0.0) == [Reach(2, "10.0.0.2", 4002)]
+    for rank in range(10, 1010):
+        no = Send(7, TellLife(rank, 5, is_heard=False))
+        assert made.receive(7, AskLife(rank, 5), 0.0) == [no]
     assert made.poll(REACH_S) == [Send(7, TellLife(2, 6, is_heard=False))]
     assert made.poll(TIMEOUT_S) == [Send(7, TellLife(1, 5, is_heard=False))]
+    assert made.poll(100.0) == [], "nothing is kept"
 
 
 def test_no_inquiry_waits_for_a_witness_that_refuses():
@@ -209,11 +210,3 @@ def test_no_inquiry_waits_for_a_witness_that_refuses():
     made.dial_failed(3, ASKED_AT, is_refused=True)
     made.poll(TIMEOUT_S)
     assert found_dead(made) == [1, 2]
-
-
-def test_of_those_not_known_to_live_nothing_is_heard_and_nothing_kept():
-    made = detector()
-    for rank in range(10, 1010):
-        no = Send(7, TellLife(rank, 5, is_heard=False))
-        assert made.receive(7, AskLife(rank, 5), 3.0) == [no]
-    assert made.poll(100.0) == []

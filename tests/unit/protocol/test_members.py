@@ -121,19 +121,14 @@ def test_joiners_are_capped_and_forgotten_and_not_dialled_for_ever(monkeypatch):
     assert table.get(2) is None, "what others have not forgotten yet"
     table.merge(again := Member(2, 1, 9, Status.JOINING))
     assert table.get(2) == again
-
-
-def test_one_that_never_joins_is_forgotten_too_until_it_lives():
-    table = Membership(Member(0, 1, 7), num_workers=2)
-    table.merge(Member(5, 0, 5, Status.JOINING))
-    table.forget(0.0, 60.0)
-    table.forget(1199.0, 60.0)
-    assert table.get(5) is not None, "its state may take long, and its rank is its own"
-    table.forget(1200.0, 60.0)
-    assert table.get(5) is None
-    table.merge(Member(5, 0, 5, Status.ALIVE))
-    table.forget(1800.0, 60.0)
-    assert table.live() == (0, 5)
+    table.forget(200.0, 60.0)
+    table.forget(1399.0, 60.0)
+    assert table.get(2) == again, "its state may take long, and its rank is its own"
+    table.forget(1400.0, 60.0)
+    assert table.get(2) is None
+    table.merge(Member(2, 1, 9, Status.ALIVE))
+    table.forget(2000.0, 60.0)
+    assert table.live() == (0, 2, 1 + most)
 
 
 def test_news_comes_in_parts():

@@ -14,22 +14,15 @@ from gossipdp.protocol.neighbours import Fresh, Neighbourhood, Place, weighted_o
 
 
 @pytest.mark.parametrize(("degree", "num_left_out"), [(1, 0), (2, 1), (3, 1), (4, 2), (15, 7)])
-def test_fresh_leaves_out_the_most_recent_half(degree, num_left_out):
+def test_fresh_leaves_out_the_most_recent_half_of_those_that_can_exchange_now(degree, num_left_out):
     policy = Fresh(Random(0))
     for peer in range(degree):
         policy.exchanged(peer, initiated=False)
     policy.exchanged(0, initiated=True)
+    policy.exchanged(99, initiated=True)  # which cannot exchange now
     recent = [0, *range(degree - 1, 0, -1)][:num_left_out]
     order = policy.draw(dict.fromkeys(range(degree), 1.0))
     assert set(order) == set(range(degree)) - set(recent)
-
-
-def test_fresh_counts_among_those_that_can_exchange_now():
-    policy = Fresh(Random(0))
-    for peer in (1, 2, 3, 4):
-        policy.exchanged(peer, initiated=True)
-    assert policy.draw({1: 1.0, 2: 1.0}) == [1]
-    assert policy.draw({4: 1.0}) == [4]
 
 
 def test_the_seed_alone_decides_on_the_order():

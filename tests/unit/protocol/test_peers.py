@@ -99,13 +99,6 @@ def test_waits_and_who_is_left_out_are_those_of_a_model_after_every_event(events
             assert peers.wait_s(each) == pytest.approx(wait_of(each))
 
 
-def test_little_is_kept_of_what_a_peer_is_asked_that_beats_and_never_answers():
-    peers = make_peers(1)
-    for number in range(1000):
-        peers.proposed(1, ExchangeId(0, 0, number), float(number))
-    assert len(peers._links[1].proposed) < 10
-
-
 def test_an_exchange_may_stand_still_for_a_few_of_the_longest_gaps_but_one():
     peers = make_peers(1, 2)
     assert peers.patience_s(1) == TIMEOUT_S, "nothing is known yet"
@@ -157,18 +150,18 @@ def test_a_peer_whose_exchanges_take_long_rests_so_that_few_demands_are_lost():
     exchange(peers, 1, 50.0, duration_s=0.2)  # four demands: all are kept
     assert not peers.has_changed
     assert peers.can_exchange([1, 2], 50.0) == [1, 2]
-
-
-def test_nobody_rests_where_all_exchanges_take_long():
     peers = make_peers(1, 2)
     for _ in range(4):
         for peer in (1, 2):
             exchange(peers, peer, duration_s=2.0)
-    assert not any(peers.rests(peer, 1.0) for peer in (1, 2))
+    assert not any(peers.rests(peer, 1.0) for peer in (1, 2)), "all take long"
 
 
-def test_a_visitor_leaves_nothing_behind():
+def test_little_is_kept_of_a_peer_that_never_answers_and_nothing_of_a_visitor():
     peers = make_peers(1)
+    for number in range(1000):
+        peers.proposed(1, ExchangeId(0, 0, number), float(number))
+    assert len(peers._links[1].proposed) < 10
     for visitor in range(1000, 1010):
         peers.up(visitor, 0.0)
         peers.wait_s(visitor)

@@ -242,12 +242,6 @@ def stalled(rank, is_heard=True):
     return Stalled(EPOCH, rank, is_heard, f"{rank} it is")
 
 
-def judged(blame: Blame):
-    verdicts = [blame.tick() for _ in range(GRACE)]
-    assert verdicts[:-1] == [None] * (GRACE - 1), "those from further down are waited for"
-    return verdicts[-1]
-
-
 @pytest.mark.parametrize(
     "attempts",
     [
@@ -265,7 +259,9 @@ def test_accused_and_accuser_are_suspect_and_a_suspect_that_stalls_again_is_left
     for said, left_out, suspects in attempts:
         for accuser, rank, is_heard in said:
             blame.said(accuser, stalled(rank, is_heard))
-        assert judged(blame) == {rank: f"{rank} it is" for rank in left_out}
+        verdicts = [blame.tick() for _ in range(GRACE)]
+        assert verdicts[:-1] == [None] * (GRACE - 1), "those from further down are waited for"
+        assert verdicts[-1] == {rank: f"{rank} it is" for rank in left_out}
         assert blame.suspects == suspects
         others = sorted({1, 2, 3, 4, 5} - suspects)
         assert blame.begin(range(1, 6)) == ([*others, *sorted(suspects)], True)

@@ -68,13 +68,8 @@ def test_exchanges_are_counted_and_a_failed_link_is_not_chosen_until_it_is_made_
     worker.link_down(2, 0.6)
     worker.link_up(2, 0.7)
     assert worker.pairing.available.keys() == {0, 2}
-
-
-def test_a_new_link_aborts_the_exchange_of_the_old_one():
-    worker = make_worker(0, 2)
-    worker.receive(0, ask(0), 0.1)
-    actions = worker.link_up(0, 0.2)
-    assert isinstance(actions[0], Stop)
+    worker.receive(0, ask(0, 2), 0.8)
+    assert isinstance(worker.link_up(0, 0.9)[0], Stop), "the exchange of the old one ends"
     assert worker.pairing.state == Idle()
 
 
@@ -141,7 +136,11 @@ def test_a_peer_that_breaks_the_rules_loses_its_link():
     (unlink,) = of_type(actions, Unlink)
     assert unlink.peer == state.peer
     assert "gain" in unlink.reason
-    assert worker.pairing.available.keys() == {2 - state.peer}
+    other = 2 - state.peer
+    assert worker.pairing.available.keys() == {other}
+    actions = worker.receive(other, say.Envelope(say.NewerEpoch(say.Epoch(2**40, 0, 7))), 0.3)
+    assert [each.peer for each in of_type(actions, Unlink)] == [other], "out of all order"
+    assert of_type(worker.poll(0.4), Unlink) == [], "it is judged once"
 
 
 @given(st.lists(st.lists(st.floats(0.0, 0.5), max_size=4), min_size=1, max_size=4))
