@@ -11,6 +11,8 @@ from gossipdp import Checkpoints, Monitor
 from gossipdp.launcher.environment import Environment
 from gossipdp.parallel.checkpoint import saved_steps
 
+pytestmark = pytest.mark.usefixtures("plain_sigterm")
+
 
 def gossip_strategy(**options):
     from gossipdp.integrations.lightning import GossipStrategy
@@ -112,35 +114,20 @@ def terminate(index):
         signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.fixture(autouse=True)
-def sigterm():
-    """SIGTERM is as it comes, and waited for on a busy machine too."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-def test_sigterm_saves_between_two_steps_and_ends_the_worker(tmp_path):
+@pytest.mark.parametrize("is_users", [False, True])
+def test_sigterm_saves_between_two_steps_unless_the_user_handles_it(tmp_path, is_users):
+    heard = []
+    handler = (lambda number, _: heard.append(number)) if is_users else signal.SIG_DFL
+    signal.signal(signal.SIGTERM, handler)
     strategy = gossip_strategy(checkpoints=Checkpoints(tmp_path / "checkpoints"))
     with pytest.raises(SystemExit) as ended:
         fit(tmp_path, strategy, module_class()(terminate))
-    assert ended.value.code == 128 + signal.SIGTERM
-    assert saved_steps(tmp_path / "checkpoints", 0) == [3]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
-def test_a_user_s_handler_of_sigterm_is_left_alone(tmp_path):
-    heard = []
-
-    def handle(number, frame):
-        heard.append(number)
-
-    signal.signal(signal.SIGTERM, handle)
-    strategy = gossip_strategy(checkpoints=Checkpoints(tmp_path / "checkpoints"))
-    with pytest.raises(SystemExit):
-        fit(tmp_path, strategy, module_class()(terminate))
-    assert heard == [signal.SIGTERM]
-    assert signal.getsignal(signal.SIGTERM) == handle
+    if is_users:
+        assert heard == [signal.SIGTERM]
+    else:
+        assert ended.value.code == 128 + signal.SIGTERM
+        assert saved_steps(tmp_path / "checkpoints", 0) == [3]
+    assert signal.getsignal(signal.SIGTERM) == handler
 
 
 def test_without_checkpoints_sigterm_is_as_it_comes_while_training(tmp_path):

@@ -20,16 +20,10 @@ from gossipdp.parallel.checkpoint import file_path, read
 from gossipdp.parallel.termination import TERMINATION, Termination
 from gossipdp.protocol.actions import Notice
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-
-
-@pytest.fixture(autouse=True)
-def plain_sigterm():
-    """Have SIGTERM as it comes, before any model is made and after all are closed."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGTERM, before)
-    TERMINATION.failures.clear()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded"),
+    pytest.mark.usefixtures("plain_sigterm"),
+]
 
 
 @pytest.fixture
