@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpointing import step
-from clocks import Clock
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
@@ -95,8 +94,6 @@ def test_a_loop_that_counts_nothing_is_an_error_or_a_warning(linear, caplog):
 
 
 class OfTexts(nn.Linear):
-    """Its batches hold no tensor."""
-
     def forward(self, texts: list[str]) -> Tensor:
         return super().forward(torch.ones(len(texts), 3))
 
@@ -112,6 +109,8 @@ def test_a_batch_without_a_tensor_is_no_single_sample_and_may_be_of_a_given_size
     model, optimizer = wrap_sgd(OfTexts(3, 2), budget_samples=8, counting=counting)
     for batch in model.batches([texts]):
         step(model, optimizer, batch)
+        if model.finished:  # the run may end in the body of its last batch
+            assert model.consolidate().samples == 8
     assert (model.stats().samples, model.stats().gradient_steps) == (8, 4)
 
 
@@ -230,13 +229,6 @@ def test_batches_that_a_dataset_holds_are_not_counted_as_samples(linear):
     assert model._worker.batches.budget_samples == 24
 
 
-def test_nothing_is_kept_of_what_passes_after_the_end(linear):
-    model, _ = linear()
-    model.consolidate()
-    model(torch.ones(5, 3))
-    assert model._worker.batches._forwarded == []
-
-
 @pytest.mark.parametrize(
     ("num_epochs", "samples", "waited_s", "later", "is_told"),
     [
@@ -264,14 +256,10 @@ def test_who_counts_shorter_epochs_than_the_others_says_so(
         for inputs in batches:
             step(model, optimizer, inputs)
     end = Consolidated(0.0, 2, samples, 4 + later, {0: 4, 1: later})
-    clock = Clock()
-    monkeypatch.setattr("gossipdp.parallel.module.time", SimpleNamespace(monotonic=clock))
-
-    def consolidate(timeout_s: float) -> Consolidated:
-        clock.now_s += waited_s
-        return end
-
-    monkeypatch.setattr(model._worker, "consolidate", consolidate)
+    times_s = iter([1.0, 1.0 + waited_s])  # before the wait, and after it
+    clock = SimpleNamespace(monotonic=times_s.__next__)
+    monkeypatch.setattr("gossipdp.parallel.module.time", clock)
+    monkeypatch.setattr(model._worker, "consolidate", lambda timeout_s: end)
     model.consolidate()
     told = f"worker 0 ended after 4 steps of its own, and then the others made {later} more."
     assert [text.startswith(told) for text in caplog.messages] == [True] * is_told
@@ -313,14 +301,8 @@ def test_a_loop_after_the_end_is_an_error(linear):
     model.consolidate()
     with pytest.raises(RuntimeError, match="the run has ended"):
         model.epochs(DataLoader(torch.ones(20, 3)), 1)
-
-
-def test_the_run_may_end_in_the_body_of_its_last_batch(linear):
-    model, optimizer = linear(budget_samples=20)
-    for batch in model.batches([torch.ones(10, 3)]):
-        step(model.module, optimizer, batch)
-        if model.finished:
-            assert model.consolidate().samples == 20
+    model(torch.ones(5, 3))
+    assert model._worker.batches._forwarded == [], "nothing is kept of what passes now"
 
 
 def test_a_loop_without_a_step_says_so(linear, caplog):
@@ -339,9 +321,7 @@ def test_a_loop_without_a_step_says_so(linear, caplog):
 @pytest.mark.parametrize("size", [4, None])
 @pytest.mark.parametrize("order", [None, torch.Generator()])
 @pytest.mark.parametrize("kind", [RandomSampler, SubsetRandomSampler, WeightedRandomSampler])
-def test_random_samplers_that_draw_alike_get_a_warning(
-    linear, monkeypatch, caplog, *, kind, order, size
-):
+def test_samplers_that_draw_alike_get_a_warning(linear, monkeypatch, caplog, *, kind, order, size):
     """Without a ``size`` the sampler lies within the loader's sampler of batches."""
     arguments = ([1.0] * 12, 12) if kind is WeightedRandomSampler else (range(12),)
     model, _ = linear(budget_samples=20)
@@ -362,10 +342,9 @@ def test_a_sampler_of_fixed_shares_gets_a_warning(linear, shuffles, is_of_batche
     """One that shuffles draws another share in each pass, since batches() sets its epoch."""
     data = torch.ones(12, 3)
     sampler = DistributedSampler(data, 2, 0, shuffle=shuffles)
+    loader = DataLoader(data, 3, sampler=sampler)
     if is_of_batches:
         loader = DataLoader(data, batch_sampler=BatchSampler(sampler, 3, drop_last=False))
-    else:
-        loader = DataLoader(data, 3, sampler=sampler)
     model, optimizer = linear(budget_samples=20)
     next(model.batches(loader))  # a loop that is broken off
     for batch in model.batches(loader):
