@@ -160,34 +160,32 @@ def test_a_script_may_go_on_after_an_error_of_its_loader(linear):
     assert model.stats().samples == 24
 
 
+def steps_of(model, optimizer, loader, num_epochs, *, of_each=None, **options):
+    """Train for epochs, each left after so many steps; yield the epoch of each step."""
+    for epoch, batches in model.epochs(loader, num_epochs, **options):
+        for inputs in islice(batches, of_each):
+            step(model, optimizer, inputs)
+            yield epoch
+
+
 def test_epochs_are_those_of_the_whole_run(linear, monkeypatch):
     model, optimizer = linear()
     monkeypatch.setattr(model._worker, "total_samples", lambda: 3 * model.stats().samples)
-    numbers, progress = [], []
-    for epoch, batches in model.epochs(DataLoader(torch.ones(24, 3), 4), 3):
-        for inputs in batches:
-            step(model, optimizer, inputs)
-            progress.append(model.progress())
-        numbers.append(epoch)
-    assert numbers == [0, 1, 2]
-    assert progress == pytest.approx([(1 + each) / 6 for each in range(6)])
+    progress = {0: [], 1: [], 2: []}
+    for epoch in steps_of(model, optimizer, DataLoader(torch.ones(24, 3), 4), 3):
+        progress[epoch].append(model.progress())
+    assert list(progress.values()) == [pytest.approx([n / 6, (n + 1) / 6]) for n in (1, 3, 5)]
     assert (model.stats().samples, model.finished) == (24, True)
 
 
 def test_epochs_that_are_left_early_or_missed(linear, monkeypatch):
-    def numbers(num_epochs, steps_each=None):
-        seen = []
-        for epoch, batches in model.epochs(DataLoader(torch.ones(8, 3), 4), num_epochs):
-            for inputs in islice(batches, steps_each):
-                step(model, optimizer, inputs)
-            seen.append(epoch)
-        return seen
-
+    loader = DataLoader(torch.ones(8, 3), 4)
     model, optimizer = linear()
-    assert (numbers(3, 1), model.stats().samples) == ([0, 1, 2], 12)
+    assert list(steps_of(model, optimizer, loader, 3, of_each=1)) == [0, 1, 2]
+    assert model.stats().samples == 12
     model, optimizer = linear()
     monkeypatch.setattr(model._worker, "total_samples", lambda: 5 * model.stats().samples)
-    assert numbers(8) == [0, 2, 5, 7], "the others are past those between"
+    assert list(steps_of(model, optimizer, loader, 8)) == [0, 2, 5, 7], "others are past the rest"
 
 
 def test_a_stop_ends_batches_and_epochs(linear):
@@ -213,9 +211,7 @@ def test_how_long_an_epoch_is_may_be_given(linear):
     loader = type("Endless", (list,), {"dataset": object()})([torch.ones(4, 3)])
     with pytest.raises(ValueError, match=r"give epochs\(\.\.\., samples=\)"):
         model.epochs(loader, 2)
-    for _, batches in model.epochs(loader, 2.0, samples=8.0):
-        for inputs in batches:
-            step(model, optimizer, inputs)
+    assert list(steps_of(model, optimizer, loader, 2.0, samples=8.0)) == [0, 0, 1, 1]
     assert (model.stats().samples, str(model._worker.batches.budget_samples)) == (16, "16")
 
 
@@ -249,12 +245,10 @@ def test_who_counts_shorter_epochs_than_the_others_says_so(
     script has stopped the run.
     """
     model, optimizer = linear()
-    if num_epochs == 0:
+    if num_epochs:
+        list(steps_of(model, optimizer, DataLoader(torch.ones(8, 3), 4), num_epochs))
+    else:
         model.stop()
-    loader = DataLoader(torch.ones(8, 3), 4)
-    for _, batches in model.epochs(loader, num_epochs) if num_epochs else ():
-        for inputs in batches:
-            step(model, optimizer, inputs)
     end = Consolidated(0.0, 2, samples, 4 + later, {0: 4, 1: later})
     times_s = iter([1.0, 1.0 + waited_s])  # before the wait, and after it
     clock = SimpleNamespace(monotonic=times_s.__next__)
@@ -271,18 +265,11 @@ def test_who_counts_shorter_epochs_than_the_others_says_so(
 )
 def test_a_second_call_of_epochs_goes_on_where_the_first_stopped(linear, counts, stop, expected):
     model, optimizer = linear()
-
-    def batches(num_epochs):
-        for epoch, of_epoch in model.epochs(DataLoader(torch.ones(20, 3), 10), num_epochs):
-            for batch in of_epoch:
-                yield epoch, batch
-
-    found = []
-    for count, most in zip(counts, (stop, None), strict=True):
-        found.append([])
-        for epoch, batch in islice(batches(count), most):
-            step(model, optimizer, batch)
-            found[-1].append(epoch)
+    loader = DataLoader(torch.ones(20, 3), 10)
+    found = [
+        list(islice(steps_of(model, optimizer, loader, count), most))
+        for count, most in zip(counts, (stop, None), strict=True)
+    ]
     assert (found, model.progress(), model.consolidate().samples) == (expected, 1.0, 60)
 
 
