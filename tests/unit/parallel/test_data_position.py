@@ -142,16 +142,12 @@ CASES = [
     ("stream", "persistent workers", 15, False, "batches"),
 ]
 ROWS = [
-    pytest.param(
-        row, id=", ".join(map(str, row)), marks=[pytest.mark.processes] if WORKERS[row[1]] else []
-    )
-    for row in CASES
+    pytest.param(*row, marks=[pytest.mark.processes] if WORKERS[row[1]] else []) for row in CASES
 ]
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_every_loader_goes_on_where_it_was(train, row):
-    order, workers, save_at, has_generator, loop = row
+@pytest.mark.parametrize(("order", "workers", "save_at", "has_generator", "loop"), ROWS)
+def test_every_loader_goes_on_where_it_was(train, order, workers, save_at, *, has_generator, loop):
     options = {"has_generator": has_generator, **WORKERS[workers]}
     whole = train(make_loader(order, **options), save_at, loop)
     assert len(whole) >= 18
