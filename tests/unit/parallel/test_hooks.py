@@ -269,33 +269,24 @@ def test_a_model_that_cannot_be_wrapped_leaves_no_thread(monkeypatch, owner, wha
     assert threads() == []
 
 
-def test_a_dropped_wrapper_s_optimizers_warn_once(caplog):
-    nets = [nn.Linear(2, 1), nn.Linear(2, 1)]
-    optimizers = [sgd(net) for net in nets]
-    net = GossipDataParallel(nn.ModuleList(nets), optimizers).module  # and nothing keeps it
-    gc.collect()
-    assert not caplog.records
-    for _ in range(2):
-        for optimizer in optimizers:
-            step(net[0], optimizer, torch.ones(1, 2))
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert record.getMessage().startswith("this model trains alone")
-
-
-@pytest.mark.parametrize("end", ["close", "consolidate", "wrap again"])
-def test_after_an_end_on_purpose_nothing_is_said(wrap, caplog, end):
-    net = nn.Linear(2, 1)
-    optimizer = sgd(net)
-    model = GossipDataParallel(net, optimizer)
-    if end != "wrap again":
+@pytest.mark.parametrize("end", ["none", "close", "consolidate", "wrap again"])
+def test_a_dropped_wrapper_s_optimizers_warn_once_unless_it_was_ended(wrap, caplog, end):
+    net = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+    optimizers = [sgd(part) for part in net]
+    model = GossipDataParallel(net, optimizers)
+    if end in ("close", "consolidate"):
         getattr(model, end)()
     del model
     gc.collect()
-    if end == "wrap again":
-        wrap(net, optimizer)
-    step(net, optimizer, torch.ones(1, 2))
     assert not caplog.records
+    if end == "wrap again":
+        wrap(net, optimizers)
+    for _ in range(2):
+        for part, optimizer in zip(net, optimizers, strict=True):
+            step(part, optimizer, torch.ones(1, 2))
+    levels = [each.levelno for each in caplog.records]
+    assert levels == [logging.WARNING] * (end == "none")
+    assert caplog.text.count("this model trains alone") == (end == "none")
 
 
 @pytest.mark.parametrize("what", ["module", "parameter"])
