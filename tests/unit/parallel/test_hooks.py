@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from checkpointing import sgd, step
+from checkpointing import full, sgd, step
 from run_processes import run_python
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -213,9 +213,8 @@ def threads() -> list[str]:
 def test_a_model_that_is_dropped_ends_its_thread(tmp_path, in_a_cycle):
     net = nn.Linear(2, 1)
     optimizer = sgd(net)
-    model = GossipDataParallel(
-        net, optimizer, checkpoints=Checkpoints(tmp_path, 1), monitor=Monitor(tmp_path / "log", 0)
-    )
+    saving, monitor = Checkpoints(tmp_path, 1), Monitor(tmp_path / "log", 0)
+    model = GossipDataParallel(net, optimizer, checkpoints=saving, monitor=monitor)
     step(model, optimizer, torch.ones(1, 2))
     assert threads()
     if in_a_cycle:
@@ -255,16 +254,12 @@ def test_a_model_that_is_closed_ends_what_its_thread_has_others_do(linear, monke
 )
 def test_a_model_that_cannot_be_wrapped_leaves_no_thread(monkeypatch, owner, what):
     """One so large that its boundaries have helpers, wherever the wrapping fails."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError("no such luck")  # a mock would keep it, and what its traceback holds
-
-    monkeypatch.setattr(owner, what, fail)
+    monkeypatch.setattr(owner, what, full)  # a mock would keep what its traceback holds
     monkeypatch.setattr("gossipdp.dynamics.state.LEAST_HELPED_VALUES", 1)
     monkeypatch.setenv("GOSSIPDP_KERNELS", "numba")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     net = nn.Linear(2, 1)
-    with pytest.raises(OSError, match="no such luck"):
+    with pytest.raises(OSError, match="No space left"):
         GossipDataParallel(net, sgd(net))
     assert threads() == []
 
