@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from own_optimizer import OwnOptimizer
 from torch import Tensor, nn
 
 from gossipdp import Counting, Exchange, GossipDataParallel
@@ -51,7 +52,7 @@ def train_twins(wrap, steps: int, make=ADAMW, dtype=torch.float32, **options):
 
 
 def kept(optimizer: torch.optim.Optimizer, name: str = "exp_avg_sq") -> list[Tensor]:
-    return [state[name] for state in optimizer.state.values()]
+    return [state[name] for state in optimizer.state.values() if isinstance(state, dict)]
 
 
 def moments_of(model: GossipDataParallel) -> list[Segment]:
@@ -328,21 +329,6 @@ def test_how_often_exchanges_carry_moments(wrap, comm_rate, beta_2, moments, exp
     assert carrying == expected
 
 
-class OwnOptimizer(torch.optim.Optimizer):
-    """Keeps as ``kept`` what ``make`` makes of the parameter, once or at each step."""
-
-    def __init__(self, parameters, make, *, again=False):
-        super().__init__(parameters, {})
-        self._make, self._again = make, again
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            if self._again or "kept" not in state:
-                state["kept"] = self._make(parameter)
-
-
 def stepped(optimizer: torch.optim.Optimizer, times: int, gradient: float = 1.0) -> None:
     for _ in range(times):
         for parameter in optimizer.param_groups[0]["params"]:
@@ -410,7 +396,7 @@ def test_what_nobody_named_and_cannot_travel_is_left_out_with_a_warning(wrap, ca
 
 def test_an_optimizer_that_makes_its_tensors_anew_is_left_out_with_a_warning(wrap, caplog):
     net = make_net()
-    optimizer = OwnOptimizer(list(net.parameters())[:4], torch.ones_like, again=True)
+    optimizer = OwnOptimizer(list(net.parameters())[:4], torch.ones_like, at_step=None)
     model = wrap(net, optimizer, exchange=Exchange(moments={"kept": 4}))
     stepped(optimizer, MOST_REPLACED)
     assert age_of(model) > 0

@@ -4,38 +4,22 @@ from functools import partial
 
 import pytest
 import torch
+from own_optimizer import OwnOptimizer
 from torch import nn
 
 from gossipdp import Exchange
 from gossipdp.parallel.optimizer_watch import OptimizerWatch, _is_between, _is_telling
 
 
-class Own(torch.optim.Optimizer):
-    """Moves each parameter by plain descent; at one step, keeps what ``make`` makes of it."""
-
-    def __init__(self, params, key="", make=None, at_step=1):
-        super().__init__(params, {"lr": 0.05})
-        self.key, self.make, self.at_step, self.num_steps = key, make, at_step, 0
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.num_steps = self.state["step"] = self.num_steps + 1
-        for parameter in self.param_groups[0]["params"]:
-            state, before = self.state[parameter], parameter.clone()
-            parameter.sub_(parameter.grad, alpha=0.05)
-            if self.make and self.num_steps == self.at_step:
-                state[self.key] = self.make(before, parameter)
-
-
-# Lookahead (arXiv 1907.08610) begins with its first way back, here the fifth step; an average
+# Lookahead (arXiv 1907.08610) begins with its first way back, here in the fifth step; an average
 # before the step. Prodigy remembers where it began; the last step equals what began at zero.
-LOOKAHEAD = partial(Own, key="slow", make=lambda before, after: after.clone(), at_step=5)
-AVERAGE = partial(Own, key="average", make=lambda before, after: before.lerp(after, 0.3))
-FLAT_START = partial(Own, key="p0", make=lambda before, after: before.flatten())
-LAST_STEP = partial(Own, key="velocity", make=lambda before, after: after - before)
+LOOKAHEAD = partial(OwnOptimizer, make=lambda p: p - 0.05 * p.grad, key="slow", at_step=5)
+AVERAGE = partial(OwnOptimizer, make=lambda p: p - 0.3 * 0.05 * p.grad, key="average")
+FLAT_START = partial(OwnOptimizer, make=lambda p: p.flatten().clone(), key="p0")
+LAST_STEP = partial(OwnOptimizer, make=lambda p: -0.05 * p.grad, key="velocity")
 
 
-class MastersAside(Own):
+class MastersAside(OwnOptimizer):
     """Steps float32 copies, outside of its state, and writes them over the parameters."""
 
     def __init__(self, params):
@@ -113,7 +97,7 @@ ORDINARY = {
     "foreach": partial(torch.optim.AdamW, foreach=True),
     "fused": partial(torch.optim.AdamW, fused=True),
     "sums from 1": partial(torch.optim.Adagrad, initial_accumulator_value=1),
-    "none": Own,
+    "none": OwnOptimizer,
     "rate 0": partial(torch.optim.SGD, lr=0.0),
     "one iteration": partial(torch.optim.LBFGS, lr=0.01, max_iter=1),  # alone it has no exchanges
 }
