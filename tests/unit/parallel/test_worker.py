@@ -187,12 +187,9 @@ def test_a_replica_joins_under_a_rank_that_was_its_own_for_a_time_out(monkeypatc
         if len(joined) == 1 and clock.now_s > 0.85:
             raise disputed
 
-    def pause(seconds: float) -> None:
-        clock.now_s += seconds
-
     worker._thread, worker.replica.first_says = SimpleNamespace(check=check), lambda own: own or 4
     worker._join, worker._give_up_rank = lambda: joined.append(clock.now_s), given_up.append
-    monkeypatch.setattr(entry, "time", SimpleNamespace(monotonic=clock, sleep=pause))
+    monkeypatch.setattr(entry, "time", SimpleNamespace(monotonic=clock, sleep=clock.sleep))
     for shard in (0, 1):  # the second joins when it hears of the rank
         worker._environment = Environment(world_size=5, shard=shard, num_shards=2)
         worker._join_with_one_rank()
