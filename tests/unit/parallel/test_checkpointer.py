@@ -129,9 +129,7 @@ def test_a_loop_that_calls_the_module_is_saved_at_its_next_step(linear, tmp_path
     assert steps_saved(tmp_path) == [3]
 
 
-def test_an_evaluation_of_the_average_takes_no_checkpoint_and_counts_nothing(
-    linear, tmp_path, at_once
-):
+def test_an_evaluation_of_the_average_is_neither_saved_nor_counted(linear, tmp_path, at_once):
     """With gradients, as an adversarial one has; the due one is taken after it."""
     model, optimizer = linear(tmp_path, 1)
     step(model, optimizer)

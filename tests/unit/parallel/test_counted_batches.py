@@ -324,14 +324,11 @@ def test_samplers_that_draw_alike_get_a_warning(linear, monkeypatch, caplog, *, 
 
 
 @pytest.mark.parametrize("shuffles", [False, True])
-@pytest.mark.parametrize("is_of_batches", [False, True])
-def test_a_sampler_of_fixed_shares_gets_a_warning(linear, shuffles, is_of_batches, caplog):
+def test_a_sampler_of_fixed_shares_gets_a_warning(linear, shuffles, caplog):
     """One that shuffles draws another share in each pass, since batches() sets its epoch."""
     data = torch.ones(12, 3)
     sampler = DistributedSampler(data, 2, 0, shuffle=shuffles)
-    loader = DataLoader(data, 3, sampler=sampler)
-    if is_of_batches:
-        loader = DataLoader(data, batch_sampler=BatchSampler(sampler, 3, drop_last=False))
+    loader = DataLoader(data, batch_sampler=BatchSampler(sampler, 3, drop_last=False))
     model, optimizer = linear(budget_samples=20)
     next(model.batches(loader))  # a loop that is broken off
     for batch in model.batches(loader):

@@ -318,9 +318,7 @@ def test_what_all_workers_must_have_alike_is_told_to_the_others(linear):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_within_averaged_nothing_touches_the_worker_s_own_parameters(
-    wrap_sgd, tmp_path, monkeypatch, fails
-):
+def test_within_averaged_the_worker_s_own_parameters_stay(wrap_sgd, tmp_path, monkeypatch, fails):
     monkeypatch.setattr("gossipdp.parallel.flat_parameters.chunk_bytes_for", lambda *_, **__: 64)
     net = nn.Linear(2, 2)  # two chunks
     model, optimizer = wrap_sgd(net, checkpoints=Checkpoints(tmp_path))
@@ -389,9 +387,7 @@ def test_an_average_may_begin_in_inference_mode_and_end_outside_of_it(wrap_sgd, 
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
-def test_the_end_within_averaged_or_after_ctrl_c_at_its_end_is_in_the_module(
-    wrap_sgd, monkeypatch, is_interrupted
-):
+def test_an_end_within_averaged_or_after_ctrl_c_stays(wrap_sgd, monkeypatch, is_interrupted):
     net = nn.Linear(2, 2)
     model, _ = wrap_sgd(net)
     leave_pending(model._worker, 2.0)
