@@ -122,13 +122,6 @@ def test_with_batches_none_is_taken_within_the_body(wrap, tmp_path, monkeypatch,
     assert events == ["saved"]
 
 
-def test_a_loop_that_calls_the_module_is_saved_at_its_next_step(linear, tmp_path, at_once):
-    model, optimizer = linear(tmp_path, 2)
-    step(model.module, optimizer, times=3)
-    model.close()
-    assert steps_saved(tmp_path) == [3]
-
-
 def test_an_evaluation_of_the_average_is_neither_saved_nor_counted(linear, tmp_path, at_once):
     """With gradients, as an adversarial one has; the due one is taken after it."""
     model, optimizer = linear(tmp_path, 1)
@@ -139,6 +132,8 @@ def test_an_evaluation_of_the_average_is_neither_saved_nor_counted(linear, tmp_p
     step(model, optimizer)
     assert steps_saved(tmp_path) == [1]
     assert model.stats().samples < 50
+    step(model.module, optimizer)  # a loop that calls the module
+    assert steps_saved(tmp_path) == [3, 1], "at its next step"
 
 
 def test_a_state_that_becomes_unsavable_ends_no_training(linear, tmp_path, at_once, caplog):

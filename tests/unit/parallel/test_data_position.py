@@ -141,9 +141,7 @@ CASES = [
     ("drawn batches", "persistent workers", 8, False, "batches"),
     ("stream", "persistent workers", 15, False, "batches"),
 ]
-ROWS = [
-    pytest.param(*row, marks=[pytest.mark.processes] if WORKERS[row[1]] else []) for row in CASES
-]
+ROWS = [pytest.param(*row, marks=pytest.mark.processes if WORKERS[row[1]] else ()) for row in CASES]
 
 
 @pytest.mark.parametrize(("order", "workers", "save_at", "has_generator", "loop"), ROWS)

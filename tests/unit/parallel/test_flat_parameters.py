@@ -40,6 +40,7 @@ def test_the_values_of_a_large_model_stay():
 def test_every_tensor_has_a_storage_of_its_own(dtype):
     net = Net().to(dtype).to(memory_format=torch.channels_last)
     net.register_buffer("empty", torch.zeros(0, 3))
+    net.alike = nn.Parameter(torch.ones(1, dtype=dtype).expand(4))
     flat = flatten(net)
     flat.swap([segment.x.clone() for segment in flat.state.segments])
     flat.swap_back()
@@ -48,6 +49,8 @@ def test_every_tensor_has_a_storage_of_its_own(dtype):
     exported = [value for name, value in values.items() if value.numel() and "tied" not in name]
     state = net.state_dict()
     assert state["tied.weight"].data_ptr() == state["inner.weight"].data_ptr()
+    assert net.alike.is_contiguous()
+    assert torch.equal(net.alike, torch.ones(4, dtype=dtype))
     for tensors in (list(net.parameters()) + list(net.norm.buffers()), exported):
         storages = [tensor.untyped_storage() for tensor in tensors]
         assert len({storage.data_ptr() for storage in storages}) == len(tensors)
@@ -127,14 +130,6 @@ def test_channels_last_stays_and_is_part_of_the_description():
     assert plain_lines != last_lines
     line = ("bias (float32, trained, segment 0)", (2,))
     assert flatten(nn.Linear(3, 2)).description()[1] == line
-
-
-def test_a_tensor_that_overlaps_itself_becomes_dense():
-    module = nn.Module()
-    module.bias = nn.Parameter(torch.ones(1).expand(4))
-    flatten(module)
-    assert module.bias.is_contiguous()
-    assert torch.equal(module.bias, torch.ones(4))
 
 
 def test_chunks_are_larger_on_an_accelerator_or_as_the_variable_says(monkeypatch):

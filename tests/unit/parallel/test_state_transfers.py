@@ -57,18 +57,15 @@ class Peers:
         self.num_chunks_received += 1
         answers = self.states[peer]
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
-        if isinstance(answer, Exception):
-            on_end(answer)
-            return
-        assert (answer is None) == (unfold is None)
-        try:
-            rooms = [] if answer is None else unfold(answer.layout)
-        except ValueError as error:
-            on_end(TurnedAwayError(f"worker {peer} cannot give its state: {error}"))
-            return
-        for source, room in zip(answer.tensors if answer else (), rooms, strict=True):
-            answer.copy(source, room)
-        on_end(None)
+        assert isinstance(answer, Exception) or (answer is None) == (unfold is None)
+        if isinstance(answer, Offer):
+            try:
+                for source, room in zip(answer.tensors, unfold(answer.layout), strict=True):
+                    answer.copy(source, room)
+                answer = None
+            except ValueError as error:
+                answer = TurnedAwayError(f"worker {peer} cannot give its state: {error}")
+        on_end(answer)
 
 
 @pytest.fixture
