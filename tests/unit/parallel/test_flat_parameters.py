@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 from checkpointing import sgd
+from flattened import flatten
 from mixed_net import Net
 from torch import nn
 from torch.ao.quantization import PerChannelMinMaxObserver
@@ -14,15 +15,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.device import LEAST_HUGE_BYTES
 from gossipdp.errors import ModelChangedError
-from gossipdp.parallel.flat_parameters import ALIGNMENT_BYTES, FlatParameters, chunk_bytes_for
+from gossipdp.parallel.flat_parameters import ALIGNMENT_BYTES, chunk_bytes_for
 from gossipdp.parallel.options import Exchange
 from gossipdp.parallel.views import views_of
-
-
-def flatten(module: nn.Module, *optimizers: torch.optim.Optimizer, **options) -> FlatParameters:
-    optimizers = optimizers or (sgd(module),)
-    views = views_of(module, optimizers, Exchange(**options))
-    return FlatParameters(module, optimizers, views, momentum=True)
 
 
 def test_the_values_of_a_large_model_stay():

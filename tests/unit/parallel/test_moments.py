@@ -8,15 +8,14 @@ from functools import partial
 
 import pytest
 import torch
+from flattened import flatten
 from own_optimizer import OwnOptimizer
 from torch import Tensor, nn
 
 from gossipdp import Counting, Exchange, GossipDataParallel
 from gossipdp.dynamics.chunks import Moment
 from gossipdp.dynamics.state import Segment
-from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.moments import DEFAULT_PERIOD, MOST_REPLACED, chosen_moments
-from gossipdp.parallel.views import views_of
 
 ADAMW = torch.optim.AdamW
 
@@ -238,9 +237,7 @@ def test_a_parameter_that_has_its_first_gradient_later_is_taken_in(wrap):
 def test_what_travels_by_default():
     def names(*optimizers, choice=True):
         periods = chosen_moments(choice, optimizers)
-        views = views_of(net, optimizers)
-        flat = FlatParameters(net, optimizers, views, momentum=True, moments=periods)
-        moments = flat.state.moments
+        moments = flatten(net, *optimizers, moments=periods).state.moments
         return [(each.moment.name, each.moment.period, each.optimizer_index) for each in moments]
 
     net = make_net()
@@ -292,10 +289,7 @@ def test_parameters_without_values_and_workers_apart_have_no_moment(wrap):
 def test_workers_with_other_moments_or_periods_are_refused():
     def description(periods):
         net = make_net()
-        optimizers = [ADAMW(net.parameters())]
-        views = views_of(net, optimizers)
-        flat = FlatParameters(net, optimizers, views, momentum=True, moments=[periods])
-        return flat.state.description()
+        return flatten(net, ADAMW(net.parameters()), moments=[periods]).state.description()
 
     given = [{"exp_avg_sq": 16}, {"exp_avg_sq": 8}, {"exp_avg": 16}, {}]
     described = [description(each) for each in given]
