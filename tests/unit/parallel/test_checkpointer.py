@@ -152,6 +152,8 @@ def test_a_new_name_starts_afresh_and_none_comes_after_the_first_step(linear, tm
     model, optimizer = linear(tmp_path)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     model.also_checkpoint(schedule=schedule)
+    with pytest.raises(ValueError, match="'schedule' is saved with the checkpoints already"):
+        model.also_checkpoint(schedule=schedule)
     model.save_checkpoint()
     model.close()
     model, optimizer = linear(tmp_path, resume="auto")
