@@ -131,7 +131,7 @@ def test_a_loader_s_process_that_is_signalled_too_breaks_no_step(terminable, tmp
 
 
 def test_a_signal_at_the_end_of_the_run_ends_the_process_at_once(terminable, tmp_path):
-    model, optimizer = terminable
+    model, _ = terminable
     model._worker.checkpointer.take_last()
     try:
         with pytest.raises(SystemExit):
@@ -167,7 +167,7 @@ def test_who_ended_after_a_worker_was_asked_to_end_has_not_died(terminable, monk
 
 def test_a_checkpoint_has_new_notices_and_an_average_no_dead(terminable, monkeypatch):
     """However old the snapshot is: a death without a notice counts as one of long ago."""
-    model, optimizer = terminable
+    model, _ = terminable
     loop, notice, judged = model._worker._loop, Notice(1, "lost", 5.0, 1), []
     model._worker._call(lambda: setattr(loop, "_publish_due_s", math.inf))
     model._worker._call(lambda: loop.perform([notice]))
