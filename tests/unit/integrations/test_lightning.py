@@ -25,8 +25,6 @@ def module_class():
     import lightning
 
     class Module(lightning.LightningModule):
-        """Calls ``before_step(index)`` before each step."""
-
         def __init__(self, before_step=lambda index: None):
             super().__init__()
             torch.manual_seed(3)

@@ -52,11 +52,9 @@ def train(folder, *callbacks, **options) -> nn.Module:
 def stepping(step):
     import transformers
 
-    class Stepping(transformers.TrainerCallback):
-        def on_step_end(self, args, state, control, **others):
-            step(**others)
-
-    return Stepping()
+    callback = transformers.TrainerCallback()
+    callback.on_step_end = lambda args, state, control, **others: step(**others)
+    return callback
 
 
 @pytest.mark.parametrize("arguments", [{}, {"gradient_accumulation_steps": 3}, {"bf16": True}])
