@@ -267,7 +267,6 @@ def test_a_second_call_of_epochs_goes_on_where_the_first_stopped(linear, counts,
 
 
 def test_a_loop_after_the_end_is_an_error(linear):
-    """As is going on with a loop in whose body the run ended."""
     model, optimizer = linear(budget_samples=30)
     batches = model.batches([torch.ones(10, 3)])
     step(model.module, optimizer, next(batches))

@@ -369,8 +369,6 @@ def test_a_name_that_is_meant_for_another_optimizer_does_no_harm_to_an_unknown_o
 
 def test_what_nobody_named_and_cannot_travel_is_left_out_with_a_warning(wrap, caplog):
     class WideAdam(torch.optim.Adam):
-        """Keeps float32 of bfloat16 parameters, as some do."""
-
         def step(self, closure=None):
             for parameter in self.param_groups[0]["params"]:
                 self.state[parameter]["exp_avg_sq"] = torch.ones(parameter.shape)

@@ -256,7 +256,6 @@ def test_ctrl_c_is_a_notebook_s_own(terminable, monkeypatch):
 
 
 def test_two_models_in_one_directory_are_refused(terminable, linear, tmp_path):
-    """Else the second one overwrites the first one's files."""
     model, _ = terminable
     with pytest.raises(ValueError, match="give each a directory of its own"):
         linear(tmp_path)

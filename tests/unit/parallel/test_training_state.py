@@ -137,7 +137,6 @@ def offered(between: BetweenSteps, key: object = "a request") -> Offer:
 
 
 def taken(offer, max_bytes=1 << 30):
-    """Take an offer as a joiner does."""
     arriving = Arriving(max_bytes)
     for source, room in zip(offer.tensors, arriving.unfold(offer.layout), strict=True):
         assert offer.copy(source, room)
