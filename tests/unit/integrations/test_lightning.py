@@ -107,19 +107,15 @@ def test_an_error_in_training_ends_the_part_in_the_run(tmp_path):
         strategy.gossip.consolidate()
 
 
-def terminate(index):
-    if index == 2:
-        signal.raise_signal(signal.SIGTERM)
-
-
 @pytest.mark.parametrize("is_users", [False, True])
 def test_sigterm_saves_between_two_steps_unless_the_user_handles_it(tmp_path, is_users):
     heard = []
     handler = (lambda number, _: heard.append(number)) if is_users else signal.SIG_DFL
     signal.signal(signal.SIGTERM, handler)
     strategy = gossip_strategy(checkpoints=Checkpoints(tmp_path / "checkpoints"))
+    module = module_class()(lambda index: index == 2 and signal.raise_signal(signal.SIGTERM))
     with pytest.raises(SystemExit) as ended:
-        fit(tmp_path, strategy, module_class()(terminate))
+        fit(tmp_path, strategy, module)
     if is_users:
         assert heard == [signal.SIGTERM]
     else:
