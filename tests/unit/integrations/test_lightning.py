@@ -77,8 +77,6 @@ def test_samples_are_counted_and_end_the_training(tmp_path):
 
 def test_the_budget_ends_a_training_that_steps_its_optimizer_itself(tmp_path):
     class Manual(module_class()):
-        """Steps the optimizer itself, below Lightning, and returns what is no loss."""
-
         automatic_optimization = False
 
         def training_step(self, batch, index):

@@ -64,9 +64,7 @@ class DrawnBatches:
 SAMPLED = {
     "shuffled": lambda given: {"shuffle": True, "generator": given},
     "distributed": lambda _: {"sampler": DistributedSampler(NUMBERS, num_replicas=2, rank=1)},
-    "weighted": lambda given: {
-        "sampler": WeightedRandomSampler([1.0] * NUM_SAMPLES, NUM_SAMPLES, generator=given)
-    },
+    "weighted": lambda given: {"sampler": WeightedRandomSampler([1.0] * 12, 12, generator=given)},
     "drawn by Random": lambda _: {"batch_sampler": DrawnBatches(random.Random(3))},
     "drawn batches": lambda _: {"batch_sampler": DrawnBatches(numpy.random.default_rng(3))},
     "drawn by RandomState": lambda _: {"batch_sampler": DrawnBatches(numpy.random.RandomState(3))},

@@ -274,11 +274,8 @@ def test_samples_are_counted_in_training_mode_alone_and_may_be_given(wrap, wrap_
     given(torch.ones(7, 2)).sum().backward()
     optimizer.step()
     assert given.stats().samples == 3
-
-
-def test_several_arguments_are_no_list_of_samples(wrap_sgd):
     model, optimizer = wrap_sgd(nn.MultiheadAttention(2, 1))
-    outputs, _ = model(*3 * [torch.ones(4, 8, 2)])
+    outputs, _ = model(*3 * [torch.ones(4, 8, 2)])  # several arguments are no list of samples
     outputs.sum().backward()
     optimizer.step()
     assert model.stats().samples == 4

@@ -62,12 +62,8 @@ def test_notices_and_exchanges_are_written_once_however_often_the_log_is_looked_
     notices = (Notice(1, "lost", 5, 1), Notice(2, "lost", 5.5, 2), Notice(1, "answered", 6, 3, 1.2))
     ended = tuple(CompletedExchange(1, True, at_s, 2 * at_s, 0.0) for at_s in (1.0, 2.0, 3.0, 4.0))
     for noticed, exchanged in ((1, 0), (1, 0), (1, 2), (3, 2), (3, 3), (3, 3), (3, 4)):
-        now = replace(
-            stats,
-            noticed=notices[:noticed],
-            exchanges_initiated=exchanged,
-            recent_exchanges=ended[:exchanged],
-        )
+        news = {"noticed": notices[:noticed], "recent_exchanges": ended[:exchanged]}
+        now = replace(stats, exchanges_initiated=exchanged, **news)
         log._stats = lambda now=now: now
         log._write_last()
     model.close()

@@ -307,14 +307,12 @@ def test_one_sigterm_saves_all_models(pair, loop, signal_in):
             assert torch.equal(from_file[f"model/{key}"], value), (place, key)
 
 
-@pytest.mark.parametrize(
-    ("first", "its_steps"), [("is closed", []), ("is poisoned", []), ("is at its end", [1])]
-)
-def test_a_model_in_any_state_keeps_no_other_from_its_save(pair, caplog, first, its_steps):
+@pytest.mark.parametrize(("first", "steps"), [("closed", []), ("poisoned", []), ("ended", [1])])
+def test_a_model_in_any_state_keeps_no_other_from_its_save(pair, caplog, first, steps):
     pair.body(torch.ones(1, 3))
-    if first == "is closed":
+    if first == "closed":
         pair.models[0].close()
-    elif first == "is at its end":
+    elif first == "ended":
         pair.models[0]._worker.checkpointer.take_last()
     else:
         with torch.no_grad():
@@ -322,7 +320,7 @@ def test_a_model_in_any_state_keeps_no_other_from_its_save(pair, caplog, first, 
     terminate()
     with pytest.raises(SystemExit) as ended:
         pair.models[1](torch.ones(1, 3))
-    is_ill = first == "is poisoned"
+    is_ill = first == "poisoned"
     assert ended.value.code == (1 if is_ill else 128 + signal.SIGTERM)
-    assert [steps_saved(place) for place in pair.places] == [its_steps, [1]]
+    assert [steps_saved(place) for place in pair.places] == [steps, [1]]
     assert (f"NOT be saved in {pair.places[0]}: the parameters or" in caplog.text) == is_ill
