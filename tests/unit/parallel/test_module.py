@@ -184,7 +184,6 @@ def test_strict_pace_leaves_what_other_optimizers_train_to_their_own_boundary(wr
     worker._keep_pace()
     assert all((parameter == 2.0).all() for parameter in net[0].parameters())
     assert all((parameter == 1.0).all() for parameter in net[1].parameters())
-    monkeypatch.undo()
 
 
 @pytest.mark.parametrize(

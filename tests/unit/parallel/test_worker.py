@@ -131,7 +131,6 @@ def test_the_lead_is_the_live_worker_of_the_lowest_rank(linear, monkeypatch, sta
     for rank in range(lead, len(members)):
         monkeypatch.setattr(worker, "rank", rank)
         leads += [rank] if worker.is_lead else []
-    monkeypatch.undo()
     assert leads == [lead]
 
 
