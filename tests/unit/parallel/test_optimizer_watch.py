@@ -10,7 +10,6 @@ from torch import nn
 from gossipdp import Exchange
 from gossipdp.parallel.optimizer_watch import OptimizerWatch, _is_between, _is_telling
 
-
 # Lookahead (arXiv 1907.08610) begins with its first way back, here in the fifth step; an average
 # before the step. Prodigy remembers where it began; the last step equals what began at zero.
 LOOKAHEAD = partial(OwnOptimizer, make=lambda p: p - 0.05 * p.grad, key="slow", at_step=5)
