@@ -1,6 +1,7 @@
-"""Fixtures of unit tests: workers' transports, status servers, open descriptors, a fake card."""
+"""Fixtures of unit tests: transports, status servers, open descriptors, a fake card, SIGTERM."""
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from fake_card import FakeCard, fake_card
 from links import World
 
 from gossipdp.observe.server import Page, StatusServer
+from gossipdp.parallel.termination import TERMINATION
 
 
 @pytest.fixture
@@ -64,3 +66,12 @@ def open_descriptors() -> Callable[[], set[tuple[str, str]]]:
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCard]:
     with fake_card(monkeypatch) as card:
         yield card
+
+
+@pytest.fixture
+def plain_sigterm() -> Iterator[None]:
+    """Have SIGTERM as it comes, before any model is made and after all are closed."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+    TERMINATION.failures.clear()

@@ -64,6 +64,8 @@ def test_several_optimizers_step_their_own_parameters():
     net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     inner = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in net]
     net, *optimizers = accelerator.prepare(net, *inner)
+    with pytest.raises(ValueError, match=r"AcceleratedOptimizer .*gossip_data_parallel"):
+        GossipDataParallel(net, optimizers)
     model = gossip_data_parallel(accelerator, net, optimizers)
     accelerator.backward(model(torch.ones(8, 4)).sum())
     for optimizer in optimizers:
@@ -72,14 +74,6 @@ def test_several_optimizers_step_their_own_parameters():
     # Within all shells is the one that steps.
     shell = AcceleratedOptimizer(optimizers[0])
     assert torch_optimizer(inner[0]) is torch_optimizer(shell) is inner[0]
-
-
-def test_a_prepared_optimizer_is_refused_by_the_plain_wrapper():
-    accelerator = accelerator_of()
-    net = nn.Linear(4, 2)
-    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match=r"AcceleratedOptimizer .*gossip_data_parallel"):
-        GossipDataParallel(net, optimizer)
 
 
 def test_an_accelerator_of_several_processes_is_refused():

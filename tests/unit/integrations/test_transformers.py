@@ -29,11 +29,8 @@ class Model(nn.Module):
 def trainer(folder, *callbacks, model=None, optimizers=(None, None), **options):
     import transformers
 
-    generator = torch.Generator().manual_seed(1)
-    data = [
-        {"inputs": torch.randn(4, generator=generator), "labels": torch.tensor(n % 2)}
-        for n in range(40)
-    ]
+    inputs = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
+    data = [{"inputs": each, "labels": torch.tensor(n % 2)} for n, each in enumerate(inputs)]
     args = transformers.TrainingArguments(
         str(folder), use_cpu=True, report_to="none", disable_tqdm=True,
         **{"max_steps": 7, "save_strategy": "no", **options},
@@ -53,11 +50,9 @@ def train(folder, *callbacks, **options) -> nn.Module:
 def stepping(step):
     import transformers
 
-    class Stepping(transformers.TrainerCallback):
-        def on_step_end(self, args, state, control, **others):
-            step(**others)
-
-    return Stepping()
+    callback = transformers.TrainerCallback()
+    callback.on_step_end = lambda args, state, control, **others: step(**others)
+    return callback
 
 
 @pytest.mark.parametrize("arguments", [{}, {"gradient_accumulation_steps": 3}, {"bf16": True}])

@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 from bitwise import assert_bitwise
-from checkpointing import steps_saved
+from checkpointing import full, steps_saved
 
 from gossipdp import GossipDataParallel, Monitor, RefusedError
 from gossipdp.parallel import checkpoint_files
@@ -85,10 +85,6 @@ def test_a_writer_whose_file_is_removed_leaves_the_old_one(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def full(*_: object, **__: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 @pytest.mark.parametrize("at", [(checkpoint_files, "_checksum"), (os, "fsync"), (Path, "replace")])
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, at):
     """Among its pieces, at its end, or at its renaming."""
@@ -142,8 +138,7 @@ def test_a_file_system_that_synchronizes_no_directory_will_do(tmp_path, monkeypa
     write_tensors(tmp_path / "file.safetensors", TENSORS, {})
     assert read_tensors(tmp_path / "file.safetensors")[0].keys() == TENSORS.keys()
     assert synchronized == [(tmp_path / "file.safetensors").read_bytes()], "whole, and then named"
-    numbers = os.listdir("/proc/self/fd")
-    held = {os.path.realpath(f"/proc/self/fd/{number}") for number in numbers}
+    held = {os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()}
     assert os.path.realpath(tmp_path) not in held
 
 
@@ -157,9 +152,7 @@ def test_a_directory_that_cannot_be_used_is_said_at_wrapping(linear, tmp_path, m
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_one_run_at_a_time_uses_a_directory_and_the_dead_keep_it_from_nobody(
-    linear, tmp_path, monkeypatch
-):
+def test_one_run_at_a_time_uses_a_directory_and_no_dead_one_does(linear, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_files, "LOOKS", 3)
     ready, tell = os.pipe()
     if (holder := os.fork()) == 0:

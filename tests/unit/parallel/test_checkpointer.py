@@ -122,16 +122,7 @@ def test_with_batches_none_is_taken_within_the_body(wrap, tmp_path, monkeypatch,
     assert events == ["saved"]
 
 
-def test_a_loop_that_calls_the_module_is_saved_at_its_next_step(linear, tmp_path, at_once):
-    model, optimizer = linear(tmp_path, 2)
-    step(model.module, optimizer, times=3)
-    model.close()
-    assert steps_saved(tmp_path) == [3]
-
-
-def test_an_evaluation_of_the_average_takes_no_checkpoint_and_counts_nothing(
-    linear, tmp_path, at_once
-):
+def test_an_evaluation_of_the_average_is_neither_saved_nor_counted(linear, tmp_path, at_once):
     """With gradients, as an adversarial one has; the due one is taken after it."""
     model, optimizer = linear(tmp_path, 1)
     step(model, optimizer)
@@ -141,6 +132,8 @@ def test_an_evaluation_of_the_average_takes_no_checkpoint_and_counts_nothing(
     step(model, optimizer)
     assert steps_saved(tmp_path) == [1]
     assert model.stats().samples < 50
+    step(model.module, optimizer)  # a loop that calls the module
+    assert steps_saved(tmp_path) == [3, 1], "at its next step"
 
 
 def test_a_state_that_becomes_unsavable_ends_no_training(linear, tmp_path, at_once, caplog):
@@ -159,6 +152,8 @@ def test_a_new_name_starts_afresh_and_none_comes_after_the_first_step(linear, tm
     model, optimizer = linear(tmp_path)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     model.also_checkpoint(schedule=schedule)
+    with pytest.raises(ValueError, match="'schedule' is saved with the checkpoints already"):
+        model.also_checkpoint(schedule=schedule)
     model.save_checkpoint()
     model.close()
     model, optimizer = linear(tmp_path, resume="auto")

@@ -69,7 +69,6 @@ def exchange(model: GossipDataParallel) -> None:
 
 
 def test_a_step_within_a_graph_is_refused(started, monkeypatch):
-    """Its replays would step without exchanging."""
     net, optimizer, model = started(torch.float32)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

@@ -184,7 +184,6 @@ def test_strict_pace_leaves_what_other_optimizers_train_to_their_own_boundary(wr
     worker._keep_pace()
     assert all((parameter == 2.0).all() for parameter in net[0].parameters())
     assert all((parameter == 1.0).all() for parameter in net[1].parameters())
-    monkeypatch.undo()
 
 
 @pytest.mark.parametrize(
@@ -274,11 +273,8 @@ def test_samples_are_counted_in_training_mode_alone_and_may_be_given(wrap, wrap_
     given(torch.ones(7, 2)).sum().backward()
     optimizer.step()
     assert given.stats().samples == 3
-
-
-def test_several_arguments_are_no_list_of_samples(wrap_sgd):
     model, optimizer = wrap_sgd(nn.MultiheadAttention(2, 1))
-    outputs, _ = model(*3 * [torch.ones(4, 8, 2)])
+    outputs, _ = model(*3 * [torch.ones(4, 8, 2)])  # several arguments are no list of samples
     outputs.sum().backward()
     optimizer.step()
     assert model.stats().samples == 4
@@ -318,9 +314,7 @@ def test_what_all_workers_must_have_alike_is_told_to_the_others(linear):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_within_averaged_nothing_touches_the_worker_s_own_parameters(
-    wrap_sgd, tmp_path, monkeypatch, fails
-):
+def test_within_averaged_the_worker_s_own_parameters_stay(wrap_sgd, tmp_path, monkeypatch, fails):
     monkeypatch.setattr("gossipdp.parallel.flat_parameters.chunk_bytes_for", lambda *_, **__: 64)
     net = nn.Linear(2, 2)  # two chunks
     model, optimizer = wrap_sgd(net, checkpoints=Checkpoints(tmp_path))
@@ -389,9 +383,7 @@ def test_an_average_may_begin_in_inference_mode_and_end_outside_of_it(wrap_sgd, 
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
-def test_the_end_within_averaged_or_after_ctrl_c_at_its_end_is_in_the_module(
-    wrap_sgd, monkeypatch, is_interrupted
-):
+def test_an_end_within_averaged_or_after_ctrl_c_stays(wrap_sgd, monkeypatch, is_interrupted):
     net = nn.Linear(2, 2)
     model, _ = wrap_sgd(net)
     leave_pending(model._worker, 2.0)

@@ -4,12 +4,13 @@ import math
 import sys
 import threading
 from contextlib import closing
+from unittest.mock import Mock
 
 import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import nn
-from waiting import FOR_EVER_S, LONGEST_S, wait_until
+from waiting import FOR_EVER_S, wait_until
 
 from gossipdp import Checkpoints, Counting, GossipDataParallel, Monitor, Network
 from gossipdp.gossip.exchange import CompletedExchange
@@ -61,12 +62,8 @@ def test_notices_and_exchanges_are_written_once_however_often_the_log_is_looked_
     notices = (Notice(1, "lost", 5, 1), Notice(2, "lost", 5.5, 2), Notice(1, "answered", 6, 3, 1.2))
     ended = tuple(CompletedExchange(1, True, at_s, 2 * at_s, 0.0) for at_s in (1.0, 2.0, 3.0, 4.0))
     for noticed, exchanged in ((1, 0), (1, 0), (1, 2), (3, 2), (3, 3), (3, 3), (3, 4)):
-        now = replace(
-            stats,
-            noticed=notices[:noticed],
-            exchanges_initiated=exchanged,
-            recent_exchanges=ended[:exchanged],
-        )
+        news = {"noticed": notices[:noticed], "recent_exchanges": ended[:exchanged]}
+        now = replace(stats, exchanges_initiated=exchanged, **news)
         log._stats = lambda now=now: now
         log._write_last()
     model.close()
@@ -206,21 +203,15 @@ def test_a_loss_that_can_be_read_no_more_is_left_out(tmp_path):
 
 
 def test_what_goes_wrong_in_the_log_ends_neither_thread_nor_run(tmp_path, caplog, monkeypatch):
-    asked = threading.Event()
-
-    def fail(self: RunLogWriter) -> float:
-        asked.set()
-        raise RuntimeError("out of order")
-
-    monkeypatch.setattr(RunLogWriter, "wait_s", fail)
+    monkeypatch.setattr(RunLogWriter, "wait_s", wait_s := Mock(side_effect=RuntimeError("of ours")))
     model = train(tmp_path)
-    assert asked.wait(LONGEST_S)
+    wait_until(lambda: wait_s.called, "the log's thread has failed")
     model.log(accuracy=0.5)
     model.consolidate()
     worker = read(tmp_path)
     assert (worker.end is not None, worker.counts[-1].gradient_steps) == (True, 3)
     assert worker.last_values()["accuracy"] == 0.5
-    assert caplog.text.count("RuntimeError('out of order')): training goes on") == 1
+    assert caplog.text.count("RuntimeError('of ours')): training goes on") == 1
 
 
 def test_a_run_that_resumes_goes_on_with_its_log(tmp_path):

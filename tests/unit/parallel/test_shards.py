@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from flattened import flatten
 from process_group import process_group
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,7 +16,6 @@ from gossipdp import Checkpoints, ModelChangedError, Network, PeerLostError
 from gossipdp.dynamics.chunks import Role
 from gossipdp.launcher.environment import Environment
 from gossipdp.parallel import training_state
-from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.shards import Agreed, Replica, as_sharded, local
 from gossipdp.parallel.views import views_of
 
@@ -51,7 +51,7 @@ def take_step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def test_parameters_stay_where_fsdp_put_them_and_a_shard_laid_elsewhere_is_an_error(alone):
     net = fully_shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)))
     before = [local(parameter).data_ptr() for parameter in net.parameters()]
-    flat = FlatParameters(net, [adamw(net)], views_of(net, [adamw(net)]), momentum=True)
+    flat = flatten(net, adamw(net))
     assert [local(parameter).data_ptr() for parameter in net.parameters()] == before
     with torch.no_grad():
         for segment in flat.state.segments:
@@ -93,7 +93,7 @@ def test_roles_by_size_are_alike_in_all_processes_of_a_replica(four):
 
 def test_a_state_dict_has_what_exchanges_brought(alone):
     net = fully_shard(make_net())
-    flat = FlatParameters(net, [adamw(net)], views_of(net, [adamw(net)]), momentum=True)
+    flat = flatten(net, adamw(net))
     values = net.state_dict()
     flat.export(values, [torch.full_like(segment.x, 3) for segment in flat.state.segments])
     assert isinstance(values["0.weight"], DTensor)

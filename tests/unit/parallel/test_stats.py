@@ -27,9 +27,7 @@ ALIVE, DONE, LEFT, DEAD = Status.ALIVE, Status.DONE, Status.LEFT, Status.DEAD
         ([ALIVE, ALIVE], None, True, [0, 1]),
     ],
 )
-def test_a_run_without_an_average_is_said_by_the_first_and_by_those_that_leave_others(
-    caplog, statuses, lost_ago_s, is_early, speakers
-):
+def test_who_says_that_a_run_has_no_average(caplog, statuses, lost_ago_s, is_early, speakers):
     """``speakers``: those that would say it, of the workers that are alive."""
     members = [Member(rank, 0, 70 + rank, status) for rank, status in enumerate(statuses)]
     lost = () if lost_ago_s is None else (Notice(0, "lost", since_boot_s() - lost_ago_s),)

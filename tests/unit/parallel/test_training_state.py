@@ -29,11 +29,9 @@ class Keeper(torch.optim.Optimizer):
         self.state["of all"] = [torch.randn(2), "text"]
         self.state[f"of step {self.state['step']}"] = {"drawn": torch.randn(2)}
         for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            state["exact"] = torch.randn(3, dtype=torch.float64)
-            state["mask"] = torch.randn(2, 2) > 0
-            state["nested"] = {"a": [torch.arange(3), "text", (1.5, None)]}
-            state["note"] = "text"
+            exact, mask = torch.randn(3, dtype=torch.float64), torch.randn(2, 2) > 0
+            nested = {"a": [torch.arange(3), "text", (1.5, None)]}
+            self.state[parameter].update(exact=exact, mask=mask, nested=nested, note="text")
 
 
 OPTIMIZERS = {
@@ -139,7 +137,6 @@ def offered(between: BetweenSteps, key: object = "a request") -> Offer:
 
 
 def taken(offer, max_bytes=1 << 30):
-    """Take an offer as a joiner does."""
     arriving = Arriving(max_bytes)
     for source, room in zip(offer.tensors, arriving.unfold(offer.layout), strict=True):
         assert offer.copy(source, room)
@@ -169,13 +166,8 @@ def test_nothing_is_read_within_a_step_and_the_waiting_thread_is_woken_after_it(
     assert woken == [], "nobody waits"
     offer = offered(between)
     woken.clear()
-    room = torch.empty(4000, dtype=torch.uint8)
-    seen = []
-
-    def closure():
-        seen.extend([offer.copy(offer.tensors[0], room), list(woken)])
-
-    optimizer.step(closure)
+    room, seen = torch.empty(4000, dtype=torch.uint8), []
+    optimizer.step(lambda: seen.extend([offer.copy(offer.tensors[0], room), list(woken)]))
     assert seen == [False, []]
     assert woken == ["woken"]
     assert offer.copy(offer.tensors[0], room)
@@ -189,7 +181,7 @@ def test_the_state_is_described_between_two_steps_by_another_thread(monkeypatch)
     between.attach(Device().mark(), woken.set)
     offer = offered(between, "the first")
     pack, described = packing.pack, threading.Event()
-    threads = []
+    threads, offers = [], []
 
     def slowly(*args):
         threads.append(threading.current_thread())
@@ -198,11 +190,8 @@ def test_the_state_is_described_between_two_steps_by_another_thread(monkeypatch)
         return pack(*args)
 
     monkeypatch.setattr(packing, "pack", slowly)
-
-    def closure():
-        assert between.offer("the second") is None
-
-    optimizer.step(closure)
+    optimizer.step(lambda: offers.append(between.offer("the second")))
+    assert offers == [None]
     assert described.wait(30.0), "once the step has ended"
     room = torch.empty(4000, dtype=torch.uint8)
     woken.clear()

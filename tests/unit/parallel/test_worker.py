@@ -4,9 +4,10 @@ import dataclasses
 import os
 from contextlib import closing, nullcontext
 from copy import deepcopy
-from itertools import count
+from itertools import chain, count, repeat
 from random import Random
 from types import SimpleNamespace
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -84,9 +85,7 @@ def test_strict_pace_waits_until_a_demand_is_served(monkeypatch, events):
         (200, 20, 0, True),
     ],
 )
-def test_a_low_rate_is_told_from_a_backlog_and_once(
-    monkeypatch, caplog, *, num_steps, num_due, num_served, is_low
-):
+def test_a_low_rate_is_told_once(monkeypatch, caplog, *, num_steps, num_due, num_served, is_low):
     clock = Clock()
     monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=clock))
     paced, counters = Pace(Options(comm_rate=2.0)), Counters(exchanges_initiated=num_served)
@@ -108,9 +107,7 @@ def test_an_exchange_counts_for_both_of_its_ends(linear):
     ("num_workers", "method", "chosen"),
     [(3, "a2cid2", "gossip"), (4, "a2cid2", "a2cid2"), (3, "none", "none")],
 )
-def test_on_a_complete_graph_no_momentum_is_held(
-    wrap_sgd, monkeypatch, num_workers, method, chosen
-):
+def test_a_complete_graph_takes_no_momentum(wrap_sgd, monkeypatch, num_workers, method, chosen):
     """A ring of three is one, where exchanges would leave it at zero; one of four is not."""
     dropped = []
     monkeypatch.setattr(State, "drop_momentum", lambda _: dropped.append(True))
@@ -134,7 +131,6 @@ def test_the_lead_is_the_live_worker_of_the_lowest_rank(linear, monkeypatch, sta
     for rank in range(lead, len(members)):
         monkeypatch.setattr(worker, "rank", rank)
         leads += [rank] if worker.is_lead else []
-    monkeypatch.undo()
     assert leads == [lead]
 
 
@@ -190,12 +186,9 @@ def test_a_replica_joins_under_a_rank_that_was_its_own_for_a_time_out(monkeypatc
         if len(joined) == 1 and clock.now_s > 0.85:
             raise disputed
 
-    def pause(seconds: float) -> None:
-        clock.now_s += seconds
-
     worker._thread, worker.replica.first_says = SimpleNamespace(check=check), lambda own: own or 4
     worker._join, worker._give_up_rank = lambda: joined.append(clock.now_s), given_up.append
-    monkeypatch.setattr(entry, "time", SimpleNamespace(monotonic=clock, sleep=pause))
+    monkeypatch.setattr(entry, "time", SimpleNamespace(monotonic=clock, sleep=clock.sleep))
     for shard in (0, 1):  # the second joins when it hears of the rank
         worker._environment = Environment(world_size=5, shard=shard, num_shards=2)
         worker._join_with_one_rank()
@@ -248,46 +241,56 @@ def test_only_the_first_model_of_a_script_says_where_to_join_it(wrap_sgd, monkey
     assert addresses == 2 * [{0: (own.host, own.port)}]  # as it met, and from its thread
 
 
-@pytest.mark.parametrize("when", ["as it asks", "while it waits"])
-def test_a_joiner_whose_rank_was_taken_averages_under_another(linear, monkeypatch, when):
+def taken() -> SupersededError:
+    return SupersededError("another process has rank 0")
+
+
+@pytest.fixture
+def refused_once(monkeypatch):
+    """Refuse the next call, as to a joiner whose rank was taken; return the mock ``come_again``."""
+
+    def refuse(worker, place, name, come_again=None):
+        answers, came = chain([taken()], repeat(DEFAULT)), Mock(side_effect=come_again)
+        monkeypatch.setattr(place, name, Mock(side_effect=answers, wraps=getattr(place, name)))
+        monkeypatch.setattr(worker, "come_again", came)
+        return came
+
+    return refuse
+
+
+@pytest.mark.parametrize("when", ["as it asks", "while it waits", "as it stops the run"])
+def test_a_joiner_whose_rank_was_taken_averages_or_stops_under_another(linear, refused_once, when):
     model = linear()[0]
-    worker, came = model._worker, []
-    place, name = (worker, "_call") if when == "as it asks" else (worker._thread, "check")
-    usual, before = getattr(place, name), [each.clone() for each in model.parameters()]
-
-    def once_refused(*given):
-        if not came:
-            raise SupersededError("another process has rank 0")
-        return usual(*given)
-
-    monkeypatch.setattr(place, name, once_refused)
-    monkeypatch.setattr(worker, "come_again", came.append)
-    with model.averaged():
-        assert all(map(torch.equal, model.parameters(), before))
-    assert len(came) == 1
+    worker = model._worker
+    place, name = (worker._thread, "check") if when == "while it waits" else (worker, "_call")
+    before = [each.clone() for each in model.parameters()]
+    came = refused_once(worker, place, name)
+    if when == "as it stops the run":
+        model.stop()
+        assert worker._protocol.progress.is_stopped
+    else:
+        with model.averaged():
+            assert all(map(torch.equal, model.parameters(), before))
+    came.assert_called_once()
 
 
 @pytest.mark.usefixtures("at_once")
 def test_a_joiner_whose_rank_was_taken_saves_under_another(linear, monkeypatch, tmp_path, caplog):
     """At once if it is asked to; one that is due gives way to the step that takes a rank."""
     model, optimizer = linear(tmp_path, 1, keep=9)
-    worker, came, taken = model._worker, [], []
-
-    def check():
-        for error in taken:
-            raise error
+    worker, came, check = model._worker, [], Mock()
 
     def come_again(error):
         came.append(worker.step_number)
-        taken.remove(error)
+        check.side_effect = None
 
     monkeypatch.setattr(worker._thread, "check", check)
     monkeypatch.setattr(worker, "come_again", come_again)
     step(model, optimizer)
-    taken.append(SupersededError("another process has rank 0"))
+    check.side_effect = taken()
     assert model.save_checkpoint() == file_path(tmp_path, 0, 1)
     assert (came, steps_saved(tmp_path)) == ([1], [1])
-    taken.append(SupersededError("another process has rank 0"))
+    check.side_effect = taken()
     step(model, optimizer)
     assert caplog.messages == ["another process has rank 0"]
     assert (came, model.stats().checkpoints_failed) == ([1, 1], 1)
@@ -295,42 +298,32 @@ def test_a_joiner_whose_rank_was_taken_saves_under_another(linear, monkeypatch, 
     assert (came, steps_saved(tmp_path)) == ([1, 1], [2, 1])
 
 
-def test_a_joiner_whose_rank_was_taken_keeps_what_it_loads(linear, monkeypatch):
+def test_a_joiner_whose_rank_was_taken_keeps_what_it_loads(linear, refused_once):
     """To take another rank brings a live worker's values, and the state of its optimizers."""
     model, optimizer = linear()
     first = next(model.parameters())
     optimizer.state[first]["momentum_buffer"] = torch.full_like(first, 5.0)
-    worker, came = model._worker, []
-    usual = worker._loop.hold
-
-    def once_refused() -> None:
-        if not came:
-            raise SupersededError("another process has rank 0")
-        usual()
+    worker = model._worker
 
     def come_again(error: SupersededError) -> None:
-        came.append(error)
         for parameter in model.parameters():
             parameter.data.fill_(9.0)
         optimizer.state[first]["momentum_buffer"].fill_(9.0)
         optimizer.param_groups[0]["lr"] = 9.0
 
-    monkeypatch.setattr(worker._loop, "hold", once_refused)
-    monkeypatch.setattr(worker, "come_again", come_again)
+    came = refused_once(worker, worker._loop, "hold", come_again)
     for chunk in worker._state.chunks:
         chunk.pending.fill_(1.0)
         chunk.restored()
     loaded = {name: torch.full_like(value, 7.0) for name, value in model.state_dict().items()}
     model.load_state_dict(loaded)
-    assert len(came) == 1
+    came.assert_called_once()
     torch.testing.assert_close(dict(model.state_dict()), loaded)
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert optimizer.state[first]["momentum_buffer"].eq(5.0).all()
 
 
-def test_a_joiner_that_loads_before_its_first_step_is_told_what_that_does(
-    linear, monkeypatch, caplog
-):
+def test_a_joiner_that_loads_before_its_first_step_is_told_so(linear, monkeypatch, caplog):
     """As a script that loads its last weights after wrapping, whenever it is started again."""
     model, optimizer = linear()
     state = model.state_dict()
@@ -340,22 +333,6 @@ def test_a_joiner_that_loads_before_its_first_step_is_told_what_that_does(
     step(model, optimizer)
     model.load_state_dict(state)
     assert caplog.text.count("load them into the module before you wrap it") == 1
-
-
-def test_a_joiner_whose_rank_was_taken_ends_the_run_under_another(linear, monkeypatch):
-    worker, came = linear()[0]._worker, []
-    usual = worker._call
-
-    def once_refused(function):
-        if not came:
-            raise SupersededError("another process has rank 0")
-        return usual(function)
-
-    monkeypatch.setattr(worker, "_call", once_refused)
-    monkeypatch.setattr(worker, "come_again", came.append)
-    worker.stop()
-    assert len(came) == 1
-    assert worker._protocol.progress.is_stopped
 
 
 @pytest.mark.parametrize(("given", "threads"), [(6, 4), (2, 2)])
@@ -375,7 +352,6 @@ def test_one_that_joins_takes_its_share_of_its_host(wrap_sgd, monkeypatch, given
 
 
 def test_a_checkpoint_holds_every_chunk_at_one_phase(wrap_sgd, monkeypatch):
-    """Each was flowed to another phase before."""
     monkeypatch.setattr("gossipdp.parallel.flat_parameters.chunk_bytes_for", lambda *_, **__: 4096)
     monkeypatch.setattr(State, "drop_momentum", lambda _: None)  # as one worker alone does
     worker = wrap_sgd(nn.Linear(64, 64), method="a2cid2", graph="ring")[0]._worker
