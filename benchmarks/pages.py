@@ -133,26 +133,34 @@ def finished(name: str, seconds: float) -> list[Run]:
     return [run for run in runs.known.values() if run.settings.seconds == seconds]
 
 
-def decay(kind: str, seconds: float) -> str:
-    """Return the losses of calm runs by weight decay: a line a row, the least one bold.
+def tried(setting: str, kind: str, seconds: float) -> str:
+    """Return the losses of calm runs by rate or decay: a line a row, the least one bold.
+
+    Beside losses by rate stand the samples, in thousands.
 
     kind: of runs, for whose length the rows are tuned, as in ``race_choices.json``.
     """
-    losses: dict[str, dict[float, float]] = {}
+    is_rate = setting == "learning_rate"
+    other = "weight_decay" if is_rate else "learning_rate"
+    found: dict[str, dict[float, Run]] = {}
     for row, choice in read_choices()[kind].items():
         for run in finished("race_tuning_55", seconds):
             settings = run.settings
-            of = (settings.row, settings.condition, settings.learning_rate, settings.outer)
-            if of == (row, CALM, choice.learning_rate, choice.outer):
-                losses.setdefault(row, {})[settings.weight_decay] = run.loss
-    decays = sorted(set().union(*losses.values()), reverse=True)
+            of = (settings.row, settings.condition, settings.waits, settings.outer)
+            is_own = of == (row, CALM, kind != "without waits", choice.outer)
+            if is_own and getattr(settings, other) == getattr(choice, other):
+                found.setdefault(row, {})[getattr(settings, setting)] = run
+    values = sorted(set().union(*found.values()), reverse=True)
     lines = []
-    for row, found in losses.items():
-        texts = {each: f"{loss:.3f}" for each, loss in found.items()}
-        least = min(found, key=lambda each: found[each])
-        texts[least] = f"**{texts[least]}**"
-        lines.append((short(row), *(texts.get(each, "") for each in decays)))
-    return markdown_table(("weight decay", *(f"{each:g}" for each in decays)), lines)
+    for row, runs in found.items():
+        least = min(run.loss for run in runs.values())
+        texts = dict.fromkeys(values, "")
+        for value, run in runs.items():
+            loss = f"**{run.loss:.3f}**" if run.loss == least else f"{run.loss:.3f}"
+            texts[value] = f"{loss} ({run.samples / 1e3:.0f})" if is_rate else loss
+        name = RowName.parse(row).label.removesuffix(", defaults")
+        lines.append((name if is_rate else short(row), *texts.values()))
+    return markdown_table((setting.replace("_", " "), *(f"{each:g}" for each in values)), lines)
 
 
 Row: TypeAlias = dict[str, Any]
@@ -279,8 +287,9 @@ AT_EQUAL_TIME = ("samples/s", "loss at equal time", "loss at equal tokens", "byt
 
 TABLES: dict[str, Callable[[], str]] = {
     "tuned": tuned,
-    "decay": partial(decay, "timed", 70.0),
-    "long decay": partial(decay, "long", 300.0),
+    "decay": partial(tried, "weight_decay", "timed", 70.0),
+    "long decay": partial(tried, "weight_decay", "long", 300.0),
+    "busy rates": partial(tried, "learning_rate", "without waits", 300.0),
     "summary": summary,
     "rest samples": partial(rest, "samples"),
     "rest loss": partial(rest, "loss"),

@@ -7,9 +7,6 @@ the variable GOSSIPDP_LOG choose another level and attach a handler of our own.
 
 A warning about the whole run, marked by ``extra=OF_RUN``, comes from one worker alone: the others
 would repeat it. At level info all show theirs.
-
-Strangers on the network cannot flood the log: :class:`OnceLog` warns once of each, and
-:func:`printable` bounds their text.
 """
 
 import logging
@@ -81,7 +78,7 @@ def printable(text: str, most: int = 200) -> str:
 
 @final
 class OnceLog:
-    """A log that warns once of each ``(kind, who)``, so that it and the memory stay bounded."""
+    """A log that warns once of each ``(kind, who)``: strangers on the network cannot flood it."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger

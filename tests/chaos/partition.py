@@ -10,9 +10,9 @@ import pytest
 from run_processes import RunCommand, load_script
 
 from gossipdp.links.clock import since_boot_s
-from gossipdp.observe.log import CountsRecord, LogReader, worker_file
+from gossipdp.observe.log import CountsRecord, worker_file
 from gossipdp_lab.demo.training import DIGEST, METRIC
-from gossipdp_lab.report.run_log import RunLog, WorkerLog
+from gossipdp_lab.report.run_log import LogReader, RunLog, WorkerLog
 
 pytestmark = pytest.mark.processes
 SUPPORT = Path(__file__).parents[2] / "benchmarks" / "support"

@@ -1,5 +1,3 @@
-"""``gossipdp demo`` with faults, and its comparison: from the arguments to JSON and picture."""
-
 import json
 import sys
 import time

@@ -1,5 +1,3 @@
-"""The documentation's site builds, needs nothing from elsewhere, and leads to every page."""
-
 import re
 import shutil
 import subprocess

@@ -1,8 +1,5 @@
-"""Real workers at the end of a run, and the lines that their users read."""
-
 import logging
 import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +10,7 @@ from small_run import SmallRun
 from torch.utils.data import DataLoader, TensorDataset
 from waiting import FOR_EVER_S, wait_until
 
-from gossipdp import Checkpoints, GossipDataParallel, Network, WorkerFailedError
-from gossipdp.links.clock import since_boot_s
+from gossipdp import Checkpoints, GossipDataParallel, Network
 
 pytestmark = pytest.mark.processes
 
@@ -74,25 +70,6 @@ def test_one_that_leaves_without_the_average_is_told_so(workers, tmp_path, budge
     said = said_in(tmp_path)
     assert said.count(f"worker 1 ends without consolidate(): {why}") == 1
     assert said.count("ended without consolidate(), which every worker has to call") == 1
-
-
-def forget_long_after_a_death(log: Path) -> None:
-    run = logged(log, timeout_s=1.0)
-    model = run.model
-    # Both, or the launcher takes the death for a failed start.
-    wait_until(lambda: all(m.gradient_steps > 0 for m in model._worker.view()), "steps", run.step)
-    wait_until(lambda: model.stats().exchanges > 0, "an exchange", run.step)
-    if run.rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    wait_until(lambda: "lost" in run.noticed(), "worker 0 is dead")
-    death = next(each for each in model.stats().noticed if each.kind == "lost")
-    wait_until(lambda: since_boot_s() > death.at_s + 1.0, "the death is a time-out ago")
-
-
-def test_another_worker_says_it_where_the_first_was_killed(workers, tmp_path):
-    with pytest.raises(WorkerFailedError, match="worker 0 died of signal 9"):
-        workers(forget_long_after_a_death, 2, (tmp_path,))
-    assert "worker 1 ends without consolidate()" in said_in(tmp_path)
 
 
 def draw(log: Path, changes: Callable[[GossipDataParallel], object], resumes: bool) -> None:

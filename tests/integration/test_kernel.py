@@ -1,5 +1,3 @@
-"""Notebooks: the example from the first cell to the last, and one as its user goes through it."""
-
 import json
 from pathlib import Path
 

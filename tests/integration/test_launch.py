@@ -1,5 +1,3 @@
-"""``launch`` with real processes."""
-
 import inspect
 import multiprocessing
 import os
@@ -8,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,6 @@ from run_processes import free_port, wait_until_gone
 from waiting import FOR_EVER_S, LONGEST_S, wait_until
 
 from gossipdp.errors import WorkerFailedError
-from gossipdp.launcher import supervisor
 from gossipdp.launcher.environment import Environment
 from gossipdp.launcher.local import launch
 from gossipdp.launcher.rendezvous import Rendezvous, Settings
@@ -29,38 +25,29 @@ from gossipdp.launcher.reports import Report, send_report
 pytestmark = pytest.mark.processes
 
 
-def all_reduce_beside_a_rendezvous(rendezvous_first: bool) -> tuple:
-    def reduce() -> float:
-        told = () if rendezvous_first else ("RANK", "WORLD_SIZE")  # to the group, as by mp.spawn
-        told = {name.lower(): int(os.environ.pop(name)) for name in told}
-        dist.init_process_group("gloo", **told)
-        total = torch.tensor([float(dist.get_rank())])
-        dist.all_reduce(total)
-        return total.item()
-
-    total = None if rendezvous_first else reduce()
+def all_reduce_before_a_rendezvous() -> tuple:
+    told = {name.lower(): int(os.environ.pop(name)) for name in ("RANK", "WORLD_SIZE")}
+    dist.init_process_group("gloo", **told)  # as by mp.spawn: the environment has no rank
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total)
     environment = Environment.read()
     rendezvous = Rendezvous.open(environment, timeout_s=30)
     settings = Settings((), "a2cid2", "ring", "1", "float32")
     meeting = rendezvous.meet(("127.0.0.1", 1000 + environment.rank), settings)
     rendezvous.mark_ready()
-    total = total or reduce()
     dist.barrier()  # the group goes on working after the meeting
     dist.destroy_process_group()
-    return total, dict(meeting.addresses), meeting.secret, torch.get_num_threads()
+    return total.item(), dict(meeting.addresses), meeting.secret
 
 
-@pytest.mark.parametrize(("rendezvous_first", "by_hand"), [(True, False), (False, True)])
-def test_workers_meet_beside_the_users_own_process_group(workers, rendezvous_first, by_hand):
-    """At the launcher's store, or, without a launcher, at the one that worker 0 hosts."""
-    variables = {}
-    if by_hand:
-        variables = {"TORCHELASTIC_USE_AGENT_STORE": "", "MASTER_PORT": str(free_port())}
-    results = workers(all_reduce_beside_a_rendezvous, 3, (rendezvous_first,), environment=variables)
+def test_without_a_launcher_workers_meet_beside_the_users_own_process_group(workers):
+    """At the store that worker 0 hosts."""
+    by_hand = {"TORCHELASTIC_USE_AGENT_STORE": "", "MASTER_PORT": str(free_port())}
+    results = workers(all_reduce_before_a_rendezvous, 3, environment=by_hand)
     assert {total for total, *_ in results} == {3.0}
     addresses = {rank: ("127.0.0.1", 1000 + rank) for rank in range(3)}
-    assert all(found == addresses for _, found, *_ in results)
-    (secret,) = {secret for _, _, secret, _ in results}
+    assert all(found == addresses for _, found, _ in results)
+    (secret,) = {secret for *_, secret in results}
     assert len(secret) == 32
 
 
@@ -121,19 +108,6 @@ def test_time_runs_out(workers):
         workers(time.sleep, 2, (FOR_EVER_S,), timeout_s=1)
 
 
-def test_on_poll_is_called_and_what_it_raises_ends_the_run(workers):
-    calls = []
-
-    def poll() -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        workers(time.sleep, 2, (FOR_EVER_S,), on_poll=poll)
-    assert len(calls) == 3
-
-
 def test_mistakes_are_told():
     with pytest.raises(ValueError, match="world_size is 0; it must be at least 1"):
         launch(os.getpid, world_size=0)
@@ -152,6 +126,12 @@ def test_the_fork_server_holds_no_socket_but_its_own(workers):
 
 
 def stay(directory: str) -> None:
+    def end(number: int, frame: object) -> None:
+        time.sleep(0.1)  # as a save takes time
+        Path(directory, f"saved-{os.environ['RANK']}").touch()
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
     child = subprocess.Popen(["sleep", "3600"])
     path = Path(directory, os.environ["RANK"])
     path.with_suffix(".part").write_text(f"{os.getpid()} {child.pid}")
@@ -178,28 +158,7 @@ def test_nothing_is_left_after_ctrl_c(workers, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         workers(stay, 2, (str(tmp_path),), on_poll=signal_when_all_stay)
     wait_until_gone(pids_in(tmp_path))
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
-def stay_whatever_comes(directory: str) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    Path(directory, "here").touch()
-    time.sleep(FOR_EVER_S)
-
-
-def test_a_second_ctrl_c_kills_at_once(workers, tmp_path, monkeypatch):
-    sent: list[int] = []
-
-    def signal_twice() -> None:
-        if (tmp_path / "here").exists() and len(sent) < 2:
-            sent.append(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(supervisor, "PATIENCE_S", FOR_EVER_S)
-    with pytest.raises(KeyboardInterrupt):
-        workers(stay_whatever_comes, 1, (str(tmp_path),), on_poll=signal_twice)
-    assert len(sent) == 2
+    assert not multiprocessing.process._children, "nor a descriptor of theirs"
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
@@ -208,46 +167,33 @@ def test_a_last_checkpoint_that_could_not_be_saved_is_logged(workers, caplog):
     assert caplog.messages == ["worker 0: no room"]
 
 
-def stay_until_ended(directory: str) -> None:
-    def end(number: int, frame: object) -> None:
-        Path(directory, f"saved-{os.environ['RANK']}").touch()
-        os._exit(0)
-
-    signal.signal(signal.SIGTERM, end)
-    Path(directory, os.environ["RANK"]).touch()
-    time.sleep(3600)
-
-
-def calling(
-    function: Callable[[str], None], directory: Path, **options: Any
-) -> subprocess.Popen[bytes]:
-    """Start a process that launches two workers of a function."""
+def calling(directory: Path, **options: Any) -> subprocess.Popen[bytes]:
+    """Start a process that launches two workers, and wait until both stay."""
     script = directory / "caller.py"
     script.write_text(
         "import os, signal, subprocess, time\nfrom pathlib import Path\n"
-        f"from gossipdp.launcher.local import launch\n{inspect.getsource(function)}\n"
-        f"if __name__ == '__main__':\n    launch({function.__name__}, 2, ({str(directory)!r},))\n"
+        f"from gossipdp.launcher.local import launch\n{inspect.getsource(stay)}\n"
+        f"if __name__ == '__main__':\n    launch(stay, 2, ({str(directory)!r},))\n"
     )
-    return subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, **options)
+    words = [sys.executable, str(script)]
+    caller = subprocess.Popen(words, stderr=subprocess.PIPE, **options)
+    wait_until(lambda: pids_in(directory) or caller.poll() is not None, "both workers stay")
+    return caller
 
 
 def test_a_signal_to_the_caller_s_group_reaches_the_workers_through_the_caller_alone(tmp_path):
     """The fork server is the parent of all: if it got the signal too, it would take them along."""
-    with calling(stay_until_ended, tmp_path, start_new_session=True) as caller:
-        began = [tmp_path / rank for rank in "01"]
-        wait_until(
-            lambda: all(path.exists() for path in began) or caller.poll() is not None,
-            "both workers stay",
-        )
+    with calling(tmp_path, start_new_session=True) as caller:
         os.killpg(caller.pid, signal.SIGTERM)
         caller.wait(LONGEST_S)
-    assert all((tmp_path / f"saved-{rank}").exists() for rank in "01")
+    assert len(list(tmp_path.glob("saved-*"))) == 2
 
 
 def test_nothing_is_left_when_the_caller_is_killed(tmp_path):
-    with calling(stay, tmp_path) as caller:
-        wait_until(lambda: pids_in(tmp_path) or caller.poll() is not None, "both workers stay")
+    """But the workers have the time to save."""
+    with calling(tmp_path) as caller:
         pids = pids_in(tmp_path)
         fork_server = psutil.Process(min(pids)).ppid()
         caller.kill()
         wait_until_gone(pids | {fork_server})
+    assert len(list(tmp_path.glob("saved-*"))) == 2

@@ -1,5 +1,3 @@
-"""Recipes trained whole: by the command, by workers of a launcher, and by their scripts."""
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,14 +47,6 @@ def in_folder(make: Callable[[Path], TrainOptions], folder: Path) -> TrainOption
     return replace(make(data), output=folder / "output", json=folder / "results.json")
 
 
-def words_of(options: TrainOptions) -> list[str]:
-    words = []
-    for name, value in vars(options).items():
-        if value is not None and not isinstance(value, bool):
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    return words
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(("method", "num_workers"), [("a2cid2", 3), ("allreduce", 2)])
 def test_one_worker_of_several_tells_what_came_of_it(workers, method, num_workers, tmp_path):
@@ -81,7 +71,11 @@ def test_one_worker_of_several_tells_what_came_of_it(workers, method, num_worker
 @pytest.mark.processes
 def test_the_command_starts_workers(workers, tmp_path):
     options = in_folder(bytes_gpt, tmp_path)
-    assert main(["train", "bytes-gpt", "--workers", "2", *words_of(options)]) == 0
+    words = ["train", "bytes-gpt", "--workers", "2"]
+    for name, value in vars(options).items():
+        if value is not None and not isinstance(value, bool):
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    assert main(words) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["num_workers"] == 2
     assert results["samples"] >= make_recipe(options).num_samples

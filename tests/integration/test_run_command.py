@@ -1,5 +1,3 @@
-"""``gossipdp run``, the real command line: its lines, its restarts, and several of them."""
-
 import json
 import os
 import signal

@@ -11,7 +11,6 @@ from run_processes import VARIABLES
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
 BIN = Path(sys.executable).parent
 # Two workers: each is a new interpreter, seconds of CPU time until it has torch.
 RUN = [str(BIN / "gossipdp"), "run", "-n", "2"]
@@ -44,7 +43,7 @@ def test_the_first_script_of_a_page_runs_without_a_warning(command, page, tmp_pa
 
 @pytest.mark.parametrize("launcher", ["gossipdp run", "torchrun"])
 def test_two_replicas_train_the_example_of_shards(launcher):
-    example = str(EXAMPLES / "fsdp2_gpt.py")
+    example = str(ROOT / "examples" / "fsdp2_gpt.py")
     if launcher == "torchrun":
         command = [TORCHRUN[0], "--nproc-per-node", "4", *TORCHRUN[3:], example, "--shards", "2"]
     else:

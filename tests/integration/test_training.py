@@ -1,6 +1,3 @@
-"""GossipDataParallel in several real processes."""
-
-import logging
 import math
 import os
 import threading
@@ -17,7 +14,7 @@ from threadpoolctl import threadpool_limits
 from torch import nn
 from waiting import wait_until
 
-from gossipdp import Counting, GossipDataParallel, Network
+from gossipdp import GossipDataParallel, Network
 from gossipdp.links.clock import since_boot_s
 
 pytestmark = pytest.mark.processes
@@ -183,45 +180,3 @@ def train_until_its_rate_is_set() -> None:
 
 def test_a_rate_that_sets_itself_follows_the_limit(workers):
     workers(train_until_its_rate_is_set, 2)
-
-
-def end_by(what: str) -> tuple[float, list[str]]:
-    """Worker 0 is drawn to +1 and worker 1, which makes many more steps, to -1."""
-    net = nn.Linear(8, 1, bias=False)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = GossipDataParallel(
-        net, optimizer, counting=Counting(samples_per_step=1), budget_samples=400
-    )
-    target = 1.0 if model.rank == 0 else -1.0
-    warnings: list[str] = []
-    logging.getLogger("gossipdp").addFilter(lambda record: warnings.append(record.getMessage()))
-
-    def has_ended(num_steps: int) -> bool:
-        if what == "budget":
-            return model.finished
-        return num_steps >= 40 if model.rank == 0 else num_steps >= 200 and num_later > 40
-
-    num_steps = num_before = num_later = 0
-    while not has_ended(num_steps):
-        optimizer.zero_grad()
-        (0.5 * (net.weight - target).square().sum()).backward()
-        optimizer.step()
-        num_steps += 1
-        time.sleep(0.002)
-        if num_steps == 40:
-            wait_for_all(model)
-            num_before = model.stats().exchanges
-        num_later = model.stats().exchanges - num_before
-    model.consolidate()
-    return net.weight.mean().item(), [text for text in warnings if "steps of its own" in text]
-
-
-def test_who_ends_by_its_own_steps_is_told_that_the_last_one_counts_most(workers):
-    one, two = workers(lambda: [end_by("steps"), end_by("budget")], 2)
-    (mean, first), (other, second) = one[0], two[0]
-    assert mean == other
-    assert mean < -0.9
-    assert len(first) == 1
-    assert first[0].startswith("worker 0 ended after 40 steps of its own, and then the others made")
-    assert second == []
-    assert one[1][1] == two[1][1] == []

@@ -150,11 +150,7 @@ LOOKS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 }
 
 
-Run = tuple[str, list[str]]
-"""A program, and the words after its name."""
-
-
-def run_programs(programs: dict[str, list[Run]], directory: Path) -> dict[str, dict[str, Any]]:
+def run_programs(programs: dict[str, list[Any]], directory: Path) -> dict[str, dict[str, Any]]:
     """Run all in this process; return what the last run of each leaves, or its traceback."""
     torch.set_num_threads(1)
     # The real package wants an account, and the network.
@@ -204,7 +200,7 @@ def seen(
         scripts[name] = other(name, "(loader, 4)", "(loader, 12)")
     name = "Stop early, all workers together"
     scripts[name] = other(name, "(loader, 4)", "(loader, 400)")
-    programs: dict[str, list[Run]] = {name: [(each, [])] for name, each in scripts.items()}
+    programs: dict[str, list[Any]] = {name: [(each, [])] for name, each in scripts.items()}
     name = "Checkpoints, and going on after a crash"
     scripts[name] = other(name, "(loader, 4)", "(loader, 6)")
     line = "model.also_checkpoint("

@@ -53,11 +53,9 @@ class FastWorker:
         self.theta = self.theta_before = 0.0
 
     def flow(self, duration: float) -> None:
-        """Flow now, or leave it to the next exchange or boundary."""
+        """Leave the flow to the next exchange, boundary or copy."""
         self.theta_before = self.theta
         self.theta += ETA * duration
-        if duration < 1.5:
-            self.state.flow(self.theta)
 
     def step(self, increment: Tensor) -> None:
         self.segment.x += increment.to(self.segment.x.dtype)
@@ -71,8 +69,7 @@ class FastWorker:
 
     def restore(self, seed: float) -> None:
         """Go on from a copy, of which some parts are pending, as from a checkpoint."""
-        self.state.flow(self.theta)
-        values, c = self.segment.copy()
+        values, c = self.segment.copy(self.theta)
         waits = torch.where(torch.arange(NUM_ELEMENTS) % 3 == 0, increment_of(seed), 0.0)
         self.segment = Segment(
             (values - waits).to(self.segment.x.dtype), Role.TRAINED, chunk_bytes=CHUNK_BYTES
@@ -150,7 +147,7 @@ def run_fast(script, dtype=torch.float64, wire=torch.float64):
             fast.exchange(mine, peers)
             peer.exchange(peers, mine)
     for each in workers:
-        each.state.flow(each.theta)
+        each.boundary(is_late=False)
     return workers
 
 
@@ -295,5 +292,6 @@ def test_without_an_exchange_a_boundary_changes_no_bit():
     values = torch.tensor([-0.0, 0.0, 1e-40, 1.0])
     segment = Segment(values.clone(), Role.TRAINED)
     (chunk,) = State([segment]).chunks
+    chunk.boundary(2.0)
     chunk.boundary(3.0)
     assert_bitwise(segment.x, values)

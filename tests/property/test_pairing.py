@@ -75,9 +75,8 @@ class Links:
         ready = [end for end, id in self._open.items() if len(self._begun[id]) == 2]
         unheard = [(edge, end) for edge, ends in self._cut.items() for end in ends]
         match self._random.choice(kinds.split()):
-            case "tick":
-                if rank not in self._have_stopped:
-                    self._demands[rank] = min(MAX_BACKLOG, self._demands[rank] + 1)
+            case "tick" if rank not in self._have_stopped:
+                self._demands[rank] = min(MAX_BACKLOG, self._demands[rank] + 1)
                 self._do(rank, pairing.tick())
             case "step":
                 pairing.moments_due.step()

@@ -62,6 +62,9 @@ def test_a_row_that_changes_by_itself_is_noticed():
         (lambda worker: worker.pairing.available.update({3: 1.0}), "of a lost link"),
         (lambda worker: setattr(worker, "exchanges_failed", -1), "counts never fall"),
         (lambda worker: setattr(worker.pairing, "backlog", 5), "demands are bounded"),
+        (lambda worker: worker.pairing.tick(), "an answer is timed"),
+        (lambda worker: setattr(worker.clock, "_rate", 9.0), "ticks as its worker wants"),
+        (lambda worker: setattr(worker.exchange_rate, "_step_s", 9.0), "follows the steps"),
         (lambda worker: worker.exchange_rate.__dict__.update(_tokens=5.0), "tokens are bounded"),
     ],
 )

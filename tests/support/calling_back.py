@@ -7,7 +7,8 @@ from collections.abc import Callable
 class CallingLock:
     """A mutex that calls back once: before it is next taken, or once it is next free.
 
-    What another thread may do at that moment is done there, in the test's own thread.
+    What another thread may do at that moment is done there, in the test's own thread. ``before``
+    may be set later too.
     """
 
     def __init__(
@@ -17,14 +18,14 @@ class CallingLock:
         after: Callable[[], object] | None = None,
     ) -> None:
         self._lock = threading.Lock()
-        self._before, self._after = before, after
+        self.before, self._after = before, after
 
     @property
     def has_called(self) -> bool:
-        return self._before is None and self._after is None
+        return self.before is None and self._after is None
 
     def acquire(self, blocking: bool = True) -> bool:
-        call, self._before = self._before, None
+        call, self.before = self.before, None
         if call is not None:
             call()
         return self._lock.acquire(blocking)

@@ -3,6 +3,8 @@
 They take the place of ``BackgroundWriter`` in :mod:`gossipdp.parallel.checkpointer`.
 """
 
+import errno
+import os
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -33,6 +35,11 @@ def step(
 def steps_saved(directory: Path) -> list[int]:
     """Return the steps of worker 0's checkpoints, the newest first."""
     return saved_steps(directory, 0)
+
+
+def full(*_: object, **__: object) -> None:
+    """Fail as a write to a full disk does."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class AtOnce:

@@ -112,10 +112,11 @@ class ClockedDevice(QueuedDevice):
 
     @contextlib.contextmanager
     def on(self, stream: str) -> Iterator[None]:
-        """Let the calling thread queue on ``stream``, as its thread."""
+        """Let the calling thread queue on ``stream``, as its thread, and watch what it does."""
         before, self._local.stream = self.stream, stream
         try:
-            yield
+            with self.used():
+                yield
         finally:
             self._local.stream = before
 
@@ -232,7 +233,7 @@ class ClockedDevice(QueuedDevice):
 
     @contextlib.contextmanager
     def gossip_thread(self) -> Iterator[None]:
-        with self.on(GOSSIP), self.used():
+        with self.on(GOSSIP):
             try:
                 yield
             finally:
@@ -282,6 +283,28 @@ class ClockedDevice(QueuedDevice):
     def is_pinned(self, values: Tensor) -> bool:
         storage = self._storage(values)
         return storage is not None and storage.is_pinned
+
+
+class HostAsCard(QueuedDevice):
+    """Host memory that is treated as a card: the same operations in the same order, at once."""
+
+    def mark(self) -> Mark:
+        return Mark()
+
+    def follow_gossip(self) -> None: ...
+
+    def finish_all(self) -> None: ...
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    room = pinned
+
+    def is_pinned(self, values: Tensor) -> bool:
+        return False
+
+    def holds(self, values: Tensor) -> bool:
+        return True
 
 
 class _WatchedOrder(contextlib.AbstractContextManager[None]):

@@ -48,7 +48,7 @@ def worker(
 
 def ticks(machine: Consolidation, number: int) -> list[ReductionAction]:
     """Let so many quarters of a time-out pass, in which a worker hears all others."""
-    return [action for _ in range(number) for action in machine.tick(range(100))]
+    return [action for _ in range(number) for action in machine.tick(range(100), {})]
 
 
 def begun(actions: list[ReductionAction]) -> set[BeginEpoch]:

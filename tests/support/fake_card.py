@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,12 +39,13 @@ class FakeCard:
         finishes: the functions of the library in which the host has waited for its stream.
         num_launches: operations that a card would do, copies included.
         num_waits: times that the host has waited: for a number, a copy, a stream or an event.
+        num_events: those that streams have recorded, and waited for.
     """
 
     def __init__(self) -> None:
         self.reads: list[str] = []
         self.finishes: list[str] = []
-        self.num_launches = self.num_waits = 0
+        self.num_launches = self.num_waits = self.num_events = 0
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self.turn = threading.RLock()
         # Kept, so that no place is used twice.
@@ -124,14 +126,16 @@ class _Stream:
     def __exit__(self, *_: object) -> None:
         self._context.close()
 
-    def wait_event(self, event: "_Event") -> None: ...
+    def wait_event(self, event: "_Event") -> None:
+        self._card.num_events += 1
 
 
 class _Event:
     def __init__(self, card: FakeCard) -> None:
         self._card = card
 
-    def record(self, stream: _Stream) -> None: ...
+    def record(self, stream: _Stream) -> None:
+        self._card.num_events += 1
 
     def query(self) -> bool:
         return True
@@ -142,14 +146,6 @@ class _Event:
         names = [each.name for each in frames if each.name != "wait"]
         if names[-1] == "finish":
             self._card.finishes.append(next(name for name in reversed(names) if name != "finish"))
-
-
-class _Driver:
-    """A driver that pins no memory of others."""
-
-    @staticmethod
-    def cudaHostRegister(address: int, num_bytes: int, flags: int) -> int:
-        return 1
 
 
 def _let_torch_know_cuda() -> None:
@@ -177,7 +173,8 @@ def fake_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCard]:
     monkeypatch.setattr(torch.cuda, "Event", lambda blocking: _Event(card))
     for module in (torch.cuda, torch.accelerator):
         monkeypatch.setattr(module, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: _Driver)
+    driver = SimpleNamespace(cudaHostRegister=lambda *_: 1)  # which pins no memory of others
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.accelerator, "device_index", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     # Addresses, which the fake ones lack.

@@ -5,8 +5,6 @@ with the others alone, on the graph over them (``removed``). It counts the excha
 others in every window.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random

@@ -59,7 +59,6 @@ TRIED = finished("race_tuning_55", 100.0)
 AFTER_100_S = {
     row: min(run.loss for run in TRIED if run.settings.row == row) for row in ("ddp", "gossipdp")
 }
-BUSY_CALM = {row: f"{each['loss']:.3f}" for row, each in result("race_busy")["calm"].items()}
 IN_CALM = [[run["result"]["loss"] for run in row["runs"]] for row in RACE["calm"].values()]
 KEPT = [
     min(found["samples_ratio"] for row, found in RACE[name].items() if "torchft" in row)
@@ -298,10 +297,7 @@ PHRASES = {
         f"{CALM}% above DDP in the calm ({LONG['calm', 'gossipdp']:.3f} and "
         f"{LONG['calm', 'ddp']:.3f}), and {BOTH}% above it with both faults "
         f"({LONG[WORST, 'gossipdp']:.3f} and {LONG[WORST, 'ddp']:.3f}).",
-        "DDP ended at {ddp:.3f} bits a byte, gossipdp at {gossipdp:.3f};".format(**AFTER_100_S),
-        f"DDP ended at {BUSY_CALM['ddp']}, its bf16 hook at {BUSY_CALM['ddp_bf16']}, gossipdp at "
-        f"{BUSY_CALM['gossipdp']}, and torchft's LocalSGD, whose rate may be too low there, at "
-        f"{BUSY_CALM['local_sgd_torchft@16']}.",
+        "DDP ended at {ddp:.3f} bits a byte, gossipdp at {gossipdp:.3f}:".format(**AFTER_100_S),
         f"Runs of one row differ by {max(more(max(each), min(each)) for each in IN_CALM):.0f}%,",
     ],
     "docs/comparison.md": [

@@ -1,7 +1,5 @@
 """Neighbour policies that tests run the protocol with, beside the runtime's :class:`Fresh`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from random import Random
 from typing import final
@@ -37,5 +35,4 @@ class Available(NeighbourPolicy):
     def exchanged(self, peer: int, *, initiated: bool) -> None: ...
 
 
-Types = Mapping[str, type[NeighbourPolicy]]
-NEIGHBOUR_POLICIES: Types = {"fresh": Fresh, "poisson": Poisson, "available": Available}
+NEIGHBOUR_POLICIES = {"fresh": Fresh, "poisson": Poisson, "available": Available}

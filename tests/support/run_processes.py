@@ -104,7 +104,7 @@ class RunCommand:
         within: Sequence[str] = (),
     ) -> None:
         self.output = output
-        command = [*within, sys.executable, "-m", "gossipdp.cli.main", "run", *words]
+        command = [*within, sys.executable, "-m", "gossipdp", "run", *words]
         with output.open("wb") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
 

@@ -1,6 +1,8 @@
-"""Fixtures of unit tests: workers' transports, status servers, open descriptors, a fake card."""
+"""Fixtures of unit tests: transports, status servers, open descriptors, a fake card, SIGTERM."""
 
 import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from fake_card import FakeCard, fake_card
 from links import World
 
 from gossipdp.observe.server import Page, StatusServer
+from gossipdp.parallel.termination import TERMINATION
 
 
 @pytest.fixture
@@ -25,8 +28,10 @@ def serve() -> Iterator[Callable[..., StatusServer]]:
     """``serve(pages)``: a status server of these pages, or whose ``/status`` is what is called."""
     servers: list[StatusServer] = []
 
-    def start(pages: Any = lambda: b"{}", **options: Any) -> StatusServer:
-        server = StatusServer("127.0.0.1", 0, **options)
+    def start(pages: Any = lambda: b"{}", host: str = "127.0.0.1", **options: Any) -> StatusServer:
+        server = StatusServer(host, 0, **options)
+        free = server.server_close
+        server.server_close = lambda: time.sleep(0.001) or free()  # close() waits for it
         servers.append(server)
         server.serve({"/status": Page("application/json", pages)} if callable(pages) else pages)
         return server
@@ -61,3 +66,12 @@ def open_descriptors() -> Callable[[], set[tuple[str, str]]]:
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCard]:
     with fake_card(monkeypatch) as card:
         yield card
+
+
+@pytest.fixture
+def plain_sigterm() -> Iterator[None]:
+    """Have SIGTERM as it comes, before any model is made and after all are closed."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+    TERMINATION.failures.clear()

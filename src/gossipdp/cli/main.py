@@ -161,7 +161,3 @@ def _is_ours(error: Exception) -> bool:
     frames = list(traceback.walk_tb(error.__traceback__))
     module = frames[-1][0].f_globals.get("__name__", "") if frames else ""
     return module.partition(".")[0] in ("gossipdp", "gossipdp_lab")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

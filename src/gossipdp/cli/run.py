@@ -5,10 +5,8 @@ this launcher assigned: ``torchrun --nproc-per-node 4 -m gossipdp run train.py``
 """
 
 import dataclasses
-import math
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,9 +23,6 @@ from gossipdp.rules import at_least_0, at_least_1, option, port_number
 if TYPE_CHECKING:
     from gossipdp.launcher.launch_plan import LaunchPlan
     from gossipdp.launcher.supervisor import Supervisor
-
-SAY_WAITS_AFTER_S = 10.0
-"""The time that workers have to end after another has, before a line says which have not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +136,7 @@ def run(arguments: RunArguments) -> int:
     given = {**os.environ, **_common_variables(arguments, num_workers)}
     plan = _plan(arguments, num_workers // arguments.nproc_per_replica, tls, secret)
     others_may_join = plan.first_rank == 0 and bool(secret or tls)
-    num_shown, say_waits_at_s = -1, 0.0
+    num_shown = -1
     inherited, log_dir = inherited_variables(given), given.get("GOSSIPDP_LOG_DIR")
     num_spares = min(arguments.spares, arguments.max_restarts) * arguments.nproc_per_replica
     spares = Spares(script, inherited, num_spares, _tell)
@@ -160,14 +155,7 @@ def run(arguments: RunArguments) -> int:
             write_process_end(path, failure.process_id, failure.ending.reason)
 
     def look() -> None:
-        nonlocal num_shown, say_waits_at_s
-        some_ended = len(supervisor.running) < plan.num_local
-        if supervisor.is_complete and some_ended and not supervisor.ending:
-            say_waits_at_s = say_waits_at_s or time.monotonic() + SAY_WAITS_AFTER_S
-            if time.monotonic() > say_waits_at_s:
-                say_waits_at_s = math.inf  # said once
-                who = supervisor.who_runs
-                _tell(f"the run is complete; waiting for {who} to end, unless Ctrl+C ends it")
+        nonlocal num_shown
         spares.follow(supervisor)
         known = [network.addresses for network in plan.join_infos]
         if others_may_join and num_shown < plan.num_meetings and all(known):

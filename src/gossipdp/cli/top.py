@@ -63,10 +63,7 @@ def run(arguments: TopArguments) -> int:
 
 @dataclasses.dataclass
 class Top:
-    """The loop: look, show, wait.
-
-    ``ask`` gives the answers that have come within a time; see ``StatusPoll.answers``.
-    """
+    """The loop: look, show, wait; ``ask`` is ``StatusPoll.answers``."""
 
     arguments: TopArguments
     board: StatusBoard
@@ -188,7 +185,7 @@ def draw(job: JobStatus, width: int, height: int | None) -> Group:
     rate = printable(shown_rate(job.comm_rate))
     graph = f" on {printable(job.graph)}, comm rate {rate}" if job.graph else ""
     head = Text(f"run {printable(job.run_id)[:12]}: {printable(job.method)}{graph}\n")
-    head.append(_states(job), style="bold")
+    head.append(states_of(job), style="bold")
     parts: list[RenderableType] = [head, _progress(job, width), Text("")]
     parts += _workers(job.workers, width, max_workers)
     if notices:
@@ -202,12 +199,7 @@ def draw(job: JobStatus, width: int, height: int | None) -> Group:
     return Group(*parts)
 
 
-def summary(job: JobStatus) -> str:
-    """Return the page in one line."""
-    return f"{_states(job)} · {_progress_facts(job)}"
-
-
-def _states(job: JobStatus) -> str:
+def states_of(job: JobStatus) -> str:
     order = ["training", "averaging", "left", "joining", *STYLES]
     states = sorted((worker.state for worker in job.workers), key=order.index)
     return f"{len(states)} workers: {_counted(states)}"
@@ -217,7 +209,7 @@ def _counted(states: Sequence[str]) -> str:
     return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
 
 
-def _progress_facts(job: JobStatus, width: float = math.inf) -> str:
+def progress_facts(job: JobStatus, width: float = math.inf) -> str:
     """Return the known facts of the run; without room leave out distance, loss, then goodput."""
     of_all = f" of {job.budget_samples:,}" if job.budget_samples else ""
     facts = [
@@ -239,7 +231,7 @@ def _progress_facts(job: JobStatus, width: float = math.inf) -> str:
 
 
 def _progress(job: JobStatus, width: int) -> RenderableType:
-    text = Text(_progress_facts(job, width), no_wrap=True, overflow="ellipsis")
+    text = Text(progress_facts(job, width), no_wrap=True, overflow="ellipsis")
     if not job.budget_samples:
         return text
     share = min(1.0, job.samples / job.budget_samples)
@@ -254,7 +246,7 @@ def _workers(workers: Sequence[JobWorker], width: int, max_workers: int) -> list
     shown = list(workers)
     if len(workers) > max_workers:
         ill_first = sorted(workers, key=lambda each: (each.state in WELL, each.rank))
-        shown = sorted(ill_first[: max_workers - 1], key=lambda each: each.rank)
+        shown = sorted(ill_first[:max_workers], key=lambda each: each.rank)
     rows = [each.cells for each in shown]
     empty = {name for name in LEFT_OUT_FIRST if all(row[name] == "-" for row in rows)}
     rows = [{name: cell for name, cell in row.items() if name not in empty} for row in rows]

@@ -145,18 +145,6 @@ class Chunk:
                 self.lock.release()
         return True
 
-    def flow(self, theta: float) -> None:
-        """Flow up to the phase ``theta``, into pending; x stays. The phase never goes back."""
-        with self.lock, self.order:
-            share, _ = self._flow(theta)
-            operations: list[Callable[[], object]] = [
-                partial(setattr, self, "theta", max(self.theta, theta))
-            ]
-            if share != 0.0 and self.c is not None:
-                operations.append(partial(self.pending.add_, self.c, alpha=share))
-                operations.append(partial(setattr, self, "has_pending", True))
-            update.at_once(*operations)
-
     def forget(self, part: slice) -> None:
         """Reset everything but x in a part whose values were loaded; no exchange is in flight."""
         with self.lock, self.order:
@@ -170,23 +158,22 @@ class Chunk:
 
     # Either thread's part.
 
-    def read(self, out: Tensor, c: Tensor | None = None) -> None:
-        """Write x + pending, or x if the chunk is not exchanged; to ``c`` the c of that moment."""
+    def read(self, out: Tensor, c: Tensor | None = None, theta: float = 0.0) -> None:
+        """Write x + pending as they will be at the phase ``theta``, and to ``c`` the c of then.
+
+        A chunk that has been flowed further is read as it is; of one that is not exchanged, x.
+        Nothing else is written.
+        """
         with self.lock, self.order:
-            self.device.write(self._write, out)
+            share, left = self._flow(theta)
+            self.device.write(lambda out: self._write(out, share), out)
             if c is not None and self.c is not None:
-                momentum, left = self.c, self._left(self.theta)
+                momentum = self.c
                 self.device.write(lambda out: torch.mul(momentum, left, out=out), c)
 
     def read_z(self, out: Tensor) -> None:
-        """Write z = x + pending + c/2 to ``out``: a joiner starts there."""
-        if self.c is None:
-            self.read(out)
-            return
-        with self.lock, self.order:
-            left = self._left(self.theta)
-            state = self.x, self._brought(), self.c
-            self.device.write(lambda out: update.read_z(out, *state, left), out)
+        """Write z = x + pending + c/2, where the flow ends: a joiner starts there."""
+        self.read(out, theta=math.inf)
 
     # The gossip thread's part. Snapshots are in host memory.
 
@@ -250,9 +237,9 @@ class Chunk:
         options = {"has_pending": self.has_pending, "compiled": self.is_compiled}
         return update.boundary_operations(self.x, self.pending, self.c, share, **options)
 
-    def _write(self, out: Tensor) -> None:
+    def _write(self, out: Tensor, share: float) -> None:
         if self.role.is_exchanged:
-            torch.add(self.x, self._brought(), out=out)
+            update.read(out, self.x, self._brought(), self.c, share)
         else:
             out.copy_(self.x)
 
@@ -324,11 +311,11 @@ class BufferChunk(Chunk):
         present = self._present(self.x)
         return [partial(self.x.copy_, present), self.pending.zero_, self.seen.zero_]
 
-    def _write(self, out: Tensor) -> None:
+    def _write(self, out: Tensor, share: float) -> None:
         out.copy_(self._present(self._copy_of_x()))
 
     def _snapshot(self, out: Tensor, share: float) -> bool:
-        self._write(out)
+        self._write(out, share)
         return update.is_finite(out)
 
     def _exchange(
@@ -403,7 +390,7 @@ class MomentChunk(Chunk):
     def _additions(self, share: float) -> list[Callable[[], object]]:
         mass = self._moment.mass
         if mass == 0.0:  # the optimizer was reset since
-            return [self._reset]
+            return [self.pending.zero_, partial(setattr, self, "weight", 1.0)]
         return [
             partial(self.pending.mul_, mass),
             partial(self.pending.add_, self.x, alpha=self.weight),
@@ -412,7 +399,7 @@ class MomentChunk(Chunk):
             partial(setattr, self, "weight", 1.0),
         ]
 
-    def _write(self, out: Tensor) -> None:
+    def _write(self, out: Tensor, share: float) -> None:
         values = torch.mul(self.pending, self._moment.mass, out=update.scratch(self.pending))
         torch.add(values, self.x, alpha=self.weight, out=out)
 
@@ -441,10 +428,6 @@ class MomentChunk(Chunk):
             self.pending.add_(theirs).mul_(0.5)
             self.weight *= 0.5
         return 0.0
-
-    def _reset(self) -> None:
-        self.weight = 1.0
-        super()._reset()
 
 
 def _has_any(values: Tensor, total: float) -> bool:

@@ -49,8 +49,6 @@ from torch import Tensor
 logger = logging.getLogger("gossipdp")
 
 SWITCH, ON = "GOSSIPDP_UNTRIED_GPU", "yes"
-MOST_SLOTS = 64
-"""More than an exchange needs in any codec. If there are more, all are made anew."""
 HUGE_PAGE_BYTES = 1 << 21
 LEAST_HUGE_BYTES = 16 * HUGE_PAGE_BYTES
 
@@ -217,8 +215,6 @@ class QueuedDevice(Device, abc.ABC):
         slot = self._slots.get(number)
         if slot is None or slot.num_bytes < values.nbytes:
             # Torch keeps pinned memory that is dropped until the copies from it are done.
-            if len(self._slots) >= MOST_SLOTS:  # those of memory that is no longer used too
-                self._slots.clear()
             slot = self._slots[number] = Slot(self, values.nbytes)
         return slot
 

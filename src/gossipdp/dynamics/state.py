@@ -124,13 +124,13 @@ class Segment:
             if first < end:
                 chunk.forget(slice(first, end))
 
-    def copy(self) -> tuple[Tensor, Tensor | None]:
-        """Copy x + pending, in the precision of the sum, and c to host memory."""
+    def copy(self, theta: float = 0.0) -> tuple[Tensor, Tensor | None]:
+        """Copy to host memory what :meth:`.Chunk.read` reads, x in the precision of sums."""
         dtype = working_dtype(self.x.dtype) if self.role.is_exchanged else self.x.dtype
         values = torch.empty_like(self.x, dtype=dtype, device="cpu")
         c = None if self.c is None else torch.empty_like(self.c, device="cpu")
         for chunk, part in zip(self.chunks, self._parts, strict=True):
-            chunk.read(values[part], None if c is None else c[part])
+            chunk.read(values[part], None if c is None else c[part], theta)
         return values, c
 
     def split(self, flat: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
@@ -357,11 +357,6 @@ class State:
             self._tasks.put(None)
         for helper in helpers:
             helper.join()
-
-    def flow(self, theta: float) -> None:
-        self.device.finish()
-        for chunk in self.chunks:
-            chunk.flow(theta)
 
 
 def _help(tasks: "SimpleQueue[Callable[[], object] | None]") -> None:

@@ -126,6 +126,13 @@ def take_operations(x: Tensor, taken: Tensor) -> list[Callable[[], object]]:
     return operations
 
 
+def read(out: Tensor, x: Tensor, pending: Tensor, c: Tensor | None, share: float) -> None:
+    """Write x + pending as they will be after the flow, which the next event does itself."""
+    if c is not None and share != 0.0:
+        pending = torch.add(pending, c, alpha=share, out=scratch(pending))
+    torch.add(x, pending, out=out)
+
+
 def snapshot(
     out: Tensor,
     x: Tensor,
@@ -135,18 +142,16 @@ def snapshot(
     *,
     compiled: bool = False,
 ) -> bool | Tensor:
-    """Write x + pending as they will be after the flow, which the next event does itself.
+    """Do the same, and look for NaN and infinity.
 
     Returns:
         True if all is finite; or the total that :func:`is_finite` takes.
     """
-    flows = c is not None and share != 0.0
     if compiled:
+        flows = c is not None and share != 0.0
         each = loop("snapshot", x.dtype, out.dtype)
         return each(out, x, pending, _or(c, pending), flows, share) == 0.0
-    if c is not None and flows:
-        pending = torch.add(pending, c, alpha=share, out=scratch(pending))
-    torch.add(x, pending, out=out)
+    read(out, x, pending, c, share)
     return out.sum(dtype=torch.float32)
 
 
@@ -192,12 +197,6 @@ def exchange_coded(
     The third tensor takes the largest delta of each block.
     """
     return loop("exchange_coded")(pending, _or(c, pending), c is not None, *coded, *numbers)
-
-
-def read_z(out: Tensor, x: Tensor, pending: Tensor, c: Tensor, left: float) -> None:
-    """Write x + pending + left c/2: the flow ends there, and its mean over workers is conserved."""
-    torch.add(x, pending, out=out)
-    out.add_(c, alpha=0.5 * left)
 
 
 def carry_on(values: Tensor, before: Tensor, now: Tensor) -> Tensor:

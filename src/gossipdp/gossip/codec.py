@@ -4,16 +4,10 @@ Both ends compute their difference from the same two numbers, whatever the form,
 x + c/2 is conserved in each; and no worker's own parameters are rounded. Consolidation, averages
 and the transfer of whole states are exact in each.
 
-============  ===============================================  ===================  ===============
-name          trained parameters                               bytes of a value     error
-============  ===============================================  ===================  ===============
-full          as they are held                                 4 (float32)          none
-bfloat16      rounded to bfloat16; those of 2 bytes as they    2                    2**-8 of the
-              are                                                                   value
-lattice8      a code of the difference to the peer             1; 3 in a chunk      a few percent
-              (:mod:`~gossipdp.dynamics.lattice`); those of    that is repeated     of the distance
-              8 bytes as they are
-============  ===============================================  ===================  ===============
+Trained parameters travel as they are held (``full``), rounded to bfloat16 unless they have 2 bytes
+(``bfloat16``, error 2**-8 of the value), or as a code of the difference to the peer unless they
+have 8 (``lattice8``: :mod:`~gossipdp.dynamics.lattice`, error a few percent of the distance). A
+code takes 1 byte a value, and 3 in a chunk that is repeated.
 
 ``auto`` is full where both ends share memory, and for arrays of a device; else lattice8, once its
 loops are loaded. A worker that asks for an exchange chooses, and its first frame shows it. A code
@@ -154,9 +148,6 @@ class Codec:
             dtypes |= {torch.float32, torch.bfloat16}
         for dtype in dtypes:
             state.compile_for(dtype)
-        self._prepare_codes(coded)
-
-    def _prepare_codes(self, coded: Sequence[Chunk]) -> None:
         sizes = (lattice.num_blocks(each.num_elements) for each in coded)
         ends = list(itertools.accumulate(sizes, initial=0))
         parts = itertools.starmap(slice, itertools.pairwise(ends))

@@ -36,8 +36,6 @@ class Metric:
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's counts, measurements and notices at one moment. NaN means: not known yet.
 
-    ``stats()``, a status answer and a line of a log are such records.
-
     Attributes:
         rank: of this worker.
         world_size: workers in the run.

@@ -57,7 +57,6 @@ class Exchange:
     until the exchange has ended. The moments of the periods in ``moments`` travel too.
 
     Attributes:
-        num_applied: chunks that were applied so far.
         num_repeated: chunks that were sent a second time, in bfloat16.
         squared_distance: to the peer, over the trained parameters applied so far.
     """
@@ -73,11 +72,9 @@ class Exchange:
         theta: float,
         moments: tuple[int, ...] = (),
     ) -> None:
-        self.link = link
-        self.id = id
+        self.link, self.id = link, id
         self.squared_distance = 0.0
-        self.num_applied = 0
-        self.num_repeated = 0
+        self.num_applied = self.num_repeated = 0
         self._chunks = state.carried(moments)
         self.num_chunks = len(self._chunks)
         self._codec = codec

@@ -69,11 +69,9 @@ class GossipLoop(LinkHandler):
     ``clock``.
 
     Attributes:
-        codec: turns chunks into their ``wire_format`` and back.
         its_thread: makes the context in which its thread must turn this loop.
         snapshot: the state for other threads to read, replaced whole, at most 50 ms after a turn.
         poisoned: the error that stopped this worker's exchanges, if any; any thread may read it.
-        report: sends a report to the launcher.
     """
 
     def __init__(
@@ -234,7 +232,6 @@ class GossipLoop(LinkHandler):
         self.perform(self.protocol.done(self.clock(), timeout_s))
 
     def close(self) -> None:
-        """Close all links and the transport."""
         self.transfers.end(PeerLostError("this worker is closing"))
         self.sums.end("this worker is closing")
         self._stop_exchange()

@@ -38,8 +38,6 @@ class LoopSnapshot:
     Attributes:
         counters: those that the gossip thread counts; the worker adds its own. They hold at most
             ``MAX_NOTICES`` notices, and the last of each worker in any case.
-        num_ticks: of the protocol's clock.
-        others_samples: as last heard.
         is_stopped: a worker has ended the run for all, as last heard.
         recent_exchanges: the last completed ones, oldest first.
         silent: linked peers that have been silent for the time-out.
@@ -66,8 +64,7 @@ class Publisher:
     """The maker of :class:`LoopSnapshot`. The gossip thread alone calls it."""
 
     def __init__(self, protocol: WorkerProtocol, links: Mapping[int, Link]) -> None:
-        self._protocol = protocol
-        self._links = links
+        self._protocol, self._links = protocol, links
         self._counters = Counters()  # as the last completed exchange, or notice, left them
         self._recent: deque[CompletedExchange] = deque(maxlen=RECENT_EXCHANGES)
         self._ended_bytes: Counter[str] = Counter()  # of links that have ended
@@ -78,7 +75,6 @@ class Publisher:
         self._stepped_s: dict[int, float] = {}
 
     def exchanged(self, exchange: CompletedExchange, num_chunks: int, num_repeated: int) -> None:
-        """Count an exchange that was completed here."""
         before, peer = self._counters, exchange.peer
         num_before = before.exchanges_by_neighbour.get(peer, 0)
         self._recent.append(exchange)
@@ -102,11 +98,9 @@ class Publisher:
         self._counters = replace(self._counters, noticed=tuple(notices))
 
     def link_down(self, link: Link) -> None:
-        """Keep the bytes of a link that has ended."""
         self._ended_bytes.update({name: getattr(link, name) for name in _BYTES})
 
     def snapshot(self, now: float) -> LoopSnapshot:
-        """Return the state of the run now."""
         protocol, membership = self._protocol, self._protocol.membership
         # A joiner that asks for the members uses a number that is no rank.
         silent = frozenset(peer for peer in protocol.peers.silent if peer < FIRST_VISITOR_RANK)

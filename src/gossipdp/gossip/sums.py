@@ -89,11 +89,8 @@ class Sums:
         self.outcome: Outcome | None = None
         self.on_end: Callable[[Outcome], None] | None = None
         self._asked: Future[Average] | None = None
-        self._protocol = protocol
-        self._links = links
-        self._perform = perform
-        self._clock = clock
-        self._poisoned = poisoned
+        self._protocol, self._links, self._clock = protocol, links, clock
+        self._perform, self._poisoned = perform, poisoned
         self._chunks = state.all_chunks
         self._num_averaged = len(state.averaged_chunks)
         self._slots: dict[Epoch, dict[int, _Slot]] = {}
@@ -169,8 +166,8 @@ class Sums:
 
     def link_lost(self, peer: int) -> None:
         """Forget the chunks to and from ``peer``; the protocol asks for them again."""
-        for table in (self._queues, self._rooms, self._leaving, self._coming):
-            table.pop(peer, None)
+        self._queues.pop(peer, None)
+        self._rooms.pop(peer, None)
 
     def pump(self) -> bool:
         """Divide and send, as far as the links' queues are short; return whether work is left."""

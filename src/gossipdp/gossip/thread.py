@@ -149,14 +149,12 @@ class GossipThread:
         return math.ceil(self._num_steps - due_after)
 
     def check(self) -> None:
-        """Raise the exception that ended the thread, if any."""
         if isinstance(self._failure, ENDS):
             raise self._failure
         if self._failure is not None:
             raise RuntimeError("the gossip thread has failed") from self._failure
 
     def close(self) -> None:
-        """End the thread and its links; return when it has ended."""
         self._stopping = True
         if self._thread.is_alive():
             self._loop.transport.wake()

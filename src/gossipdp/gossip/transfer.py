@@ -134,14 +134,11 @@ class Transfers:
     ) -> None:
         self.has_state = False
         self.offer: Callable[[Hashable], Offer | None] = lambda key: None
-        self.num_chunks_received = 0
-        self.num_given = 0
+        self.num_chunks_received = self.num_given = 0
         self._chunks = chunks
         self._most_bytes = max((chunk.x.nbytes for chunk in chunks), default=0)
-        self._links = links
-        self._send, self._dial = send, dial
-        self._refusal = refusal
-        self._clock = clock
+        self._links, self._clock = links, clock
+        self._send, self._dial, self._refusal = send, dial, refusal
         # By peer: one at most for each, so that no peer can make this worker hold more.
         self._gifts: dict[int, tuple[Link, Iterator[None]]] = {}
         self._fetch: _Fetch | None = None
@@ -296,7 +293,6 @@ class Transfers:
         return tensor_bytes(fetch.room)
 
     def landed(self, link: Link, frame_type: FrameType, key: ChunkKey) -> None:
-        """Take the chunk that has landed."""
         fetch = self._awaited(link, key.counter)
         if fetch is not None:  # else the fetch ended while it was arriving
             self.num_chunks_received += 1

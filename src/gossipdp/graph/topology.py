@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import difflib
 import math
-import operator
 from collections.abc import Callable, Iterable
 from itertools import combinations, pairwise
 from numbers import Integral
 from typing import TYPE_CHECKING
+
+from gossipdp.rules import whole_number
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -87,12 +88,7 @@ def build_graph(graph: str | Graph | nx.Graph[int], num_workers: int) -> Graph:
         >>> build_graph("ring", 4).edges
         [(0, 1), (0, 3), (1, 2), (2, 3)]
     """
-    try:
-        num_workers = operator.index(num_workers)
-    except TypeError:
-        raise ValueError(
-            f"num_workers must be a whole number, got {num_workers!r}: pass an int of 1 or more"
-        ) from None
+    num_workers = whole_number("num_workers", num_workers)
     if not isinstance(graph, str):
         return _of_ranks(checked_graph(graph), num_workers)
     if graph not in _BUILDERS:
@@ -164,8 +160,7 @@ def _from_networkx(graph: nx.Graph[int]) -> Graph:
             "graph.remove_edges_from(list(networkx.selfloop_edges(graph)))"
         )
     # Ranks may be numpy integers here; ours are ints.
-    edges = ((int(left), int(right)) for left, right in graph.edges)
-    return Graph(map(int, graph), edges, name)
+    return Graph(map(int, graph), ((int(left), int(right)) for left, right in graph.edges), name)
 
 
 def _sized_name(kind: str, num_workers: int, num_edges: int) -> str:

@@ -58,7 +58,6 @@ _taken_out: dict[str, str] = {}
 
 
 def check_platform(platform: str = sys.platform) -> None:
-    """Raise OSError on anything but Linux."""
     if platform != "linux":
         raise OSError(f"gossipdp trains on Linux, and this is {platform}; on Windows use WSL")
 

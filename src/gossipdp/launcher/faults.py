@@ -287,9 +287,8 @@ class _Slow:
 class FaultInjector:
     """The faults of a plan, done to the workers of one supervisor.
 
-    Time counts from the moment when all workers here have made a gradient step. The plan is that of
-    the whole run, the same for every supervisor. Each supervisor injects the faults of its own
-    workers only.
+    The plan is that of the whole run, the same for every supervisor. Each supervisor injects the
+    faults of its own workers only, in time from the moment when these have all made a step.
 
     A worker can take a fault if it trains and is not stopped. If the plan draws the worker, the
     ranks are tried in the drawn order, and the first worker that can take the fault takes it. If
@@ -302,7 +301,6 @@ class FaultInjector:
 
     Args:
         num_workers: of the whole run, among whom the plan draws; or those here, if they join one.
-        seed: of the draws of workers.
         clock: that of the workers' logs, the same for all processes of a machine.
 
     Attributes:
@@ -336,7 +334,6 @@ class FaultInjector:
         self._stopped: set[int] = set()
 
     def wait_s(self) -> float:
-        """Return the seconds until something is due."""
         if self.first_step_s is None:
             return math.inf
         dues = [*self._stops.values()]
@@ -397,8 +394,7 @@ class FaultInjector:
         for rank in list(self._kills):
             self.ended(rank, "")
         num_missed = sum(record.missed is not None for record in self.records)
-        did_begin = self.first_step_s is not None
-        why = "" if did_begin else "; not all workers here had made a gradient step"
+        why = "; not all workers here had made a gradient step" * (self.first_step_s is None)
         self._say(f"faults: {len(self.records) - num_missed} done, {num_missed} missed{why}")
 
     def _candidates(self, event: Event) -> list[int]:

@@ -205,11 +205,8 @@ class LaunchPlan:
     ) -> dict[str, str]:
         """Return the variables of a process of a worker, as :meth:`Environment.read` reads them.
 
-        Args:
-            local_rank: the worker's number on this host.
-            shard: the number of the process in its replica.
-            replica_store: (host, port) where the processes of the replica meet, if it has several.
-            rejoins: rank and number of restarts of a worker that died and joins the others again.
+        ``replica_store``: (host, port) where the processes of a replica meet. ``rejoins``: rank and
+        number of restarts of a worker that died and joins the others again.
         """
         here = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self.num_local)}
         own = dict(self.launcher_variables or here)

@@ -356,7 +356,6 @@ class ScriptWorker(WorkerProcess):
         return True
 
     def discard(self) -> None:
-        """Kill it if it runs, and let go of it."""
         if self.poll() is None:
             self.kill()
             with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel

@@ -89,7 +89,6 @@ class SupervisedWorker:
     long, the supervisor kills all.
 
     Attributes:
-        local_rank: its number on this host.
         rank: -1, -2, ... for the first, second, ... joining worker that has no rank yet.
         processes: of the present or last life, by shard.
         begun: the shards of those that have met the others and train.

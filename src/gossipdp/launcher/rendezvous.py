@@ -58,7 +58,6 @@ SAY_AFTER_S = 30.0
 _REFUSAL = "refusal"
 MAX_REFUSAL = 1100
 
-# Name and shape of everything that is exchanged, in order.
 Tensors = tuple[tuple[str, tuple[int, ...]], ...]
 
 
@@ -160,7 +159,6 @@ class Rendezvous:
 
     Args:
         store: where all meet; None for a worker alone.
-        timeout_s: the longest wait for another worker, in seconds.
         number: counts the meetings of this process, from 0.
     """
 
@@ -210,7 +208,6 @@ class Rendezvous:
 
         Args:
             address: where this worker listens: a numeric host that the others reach, and a port.
-            settings: compared field by field with worker 0's.
             secret: all workers' common secret, instead of GOSSIPDP_SECRET.
             random_state: a digest of torch's random state here, to compare with the others'.
 

@@ -65,10 +65,9 @@ def import_ahead() -> bool:
         from gossipdp import GossipDataParallel  # noqa: F401
 
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+        return True
     except Exception:
         return False
-    else:
-        return True
     finally:
         sys.stderr.flush()
         os.dup2(kept, 2)

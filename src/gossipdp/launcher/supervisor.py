@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from gossipdp.launcher.faults import FaultInjector
+from gossipdp.launcher.faults import FaultInjector, FaultPlan
 from gossipdp.launcher.launch_plan import LaunchPlan
 from gossipdp.launcher.processes import Ending, StartProcess, SupervisedWorker
 from gossipdp.launcher.reports import Report
@@ -29,6 +29,8 @@ GRACE_S = 0.25
 # process that hangs in the kernel cannot be killed.
 PATIENCE_S, UNKILLABLE_S = 1.5, 10.0
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 10.0
+# The time that workers have to end after another has, before a sentence says which have not.
+SAY_WAITS_AFTER_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +97,8 @@ class Supervisor:
         max_restarts: how many restarts, of all workers together.
         on_failure: called once for each failure; the others go on if all have :attr:`begun`.
         on_sentence: called with sentences for the user, once with each that workers have.
-        clock: seconds, monotonic.
 
     Attributes:
-        workers: by local rank.
         failures: of the workers that were not started again.
         begun: whether all workers here have begun to train, as last seen.
         is_complete: whether a worker holds the average at the end of the run.
@@ -120,7 +120,7 @@ class Supervisor:
         self._plan, self._start_process, self._clock = plan, start_process, clock
         self._num_restarts_left = max_restarts
         self._on_failure, self._on_sentence = on_failure, on_sentence
-        self._faults = faults
+        self._faults = faults or FaultInjector(FaultPlan(), plan.num_local)
         self._sentences: set[str] = set()
         first = plan.first_rank
         self.workers = [
@@ -141,17 +141,13 @@ class Supervisor:
         self._grace_s = grace_s()
         self._end_at: float | None = None
         self._kill_at: float | None = None
-        self._ended_at = self._say_waits_at = math.inf
+        self._ended_at = math.inf
+        self._say_waits_at = 0.0  # not due before something sets it; infinity once it was said
         self._is_killing = False
 
     @property
     def running(self) -> list[SupervisedWorker]:
         return [worker for worker in self.workers if worker.runs]
-
-    @property
-    def who_runs(self) -> str:
-        """Return the running workers, as a sentence names them."""
-        return " and ".join(f"worker {shown_rank(worker.rank)}" for worker in self.running)
 
     @property
     def ending(self) -> bool:
@@ -228,9 +224,8 @@ class Supervisor:
     def step(self, timeout_s: float = POLL_S) -> bool:
         """Wait at most ``timeout_s`` for an event and act; return whether a worker runs or will."""
         dues = [due_at for due_at, _ in self._due.values() if due_at > self._looked_at_s]
-        waits_s = [timeout_s, *(due_at - self._clock() for due_at in dues)]  # others are held back
-        waits_s += [self._faults.wait_s()] if self._faults is not None else []
-        timeout_s = max(0.0, min(waits_s))
+        waits_s = [due_at - self._clock() for due_at in dues]  # others are held back
+        timeout_s = max(0.0, min(timeout_s, self._faults.wait_s(), *waits_s))
         things = [thing for worker in self.running for thing in worker.waits_for()]
         try:
             multiprocessing.connection.wait(things, timeout_s)  # type: ignore[arg-type]
@@ -251,8 +246,11 @@ class Supervisor:
         if not self.ending:
             if self.is_complete:
                 self._end_latecomers()
-            if self._faults is not None:
-                self._faults.step(self.workers)
+                if len(self.running) < len(self.workers):
+                    self._say_waits_at = self._say_waits_at or now + SAY_WAITS_AFTER_S
+                    text = "the run is complete; waiting for {} to end, unless Ctrl+C ends it"
+                    self._say_waits(now, text)
+            self._faults.step(self.workers)
             self._restart(now)
         if self._end_at is not None and now >= self._end_at and not self.ending:
             self.end()
@@ -263,11 +261,10 @@ class Supervisor:
                 if now >= self._kill_at + UNKILLABLE_S:
                     for worker in self.running:
                         worker.close()
-            elif now >= self._say_waits_at and self.running:
-                self._say_waits_at = math.inf  # said once
+            else:
                 most_s, them = math.ceil(due_at - now), "them" if self.running[1:] else "it"
-                text = f"waiting at most {most_s} s for {self.who_runs} to end; Ctrl+C kills {them}"
-                self._on_sentence(text)
+                text = f"waiting at most {most_s} s for {{}} to end; Ctrl+C kills {them}"
+                self._say_waits(now, text)
         return bool(self.running or self._due)
 
     def end(self, number: int = signal.SIGTERM) -> None:
@@ -286,16 +283,15 @@ class Supervisor:
         own_s = self.begun * max(0.0, self._grace_s - 2 * PATIENCE_S)
         self._ended_at = self._clock()
         self._kill_at = self._ended_at + PATIENCE_S + (self._grace_s if saves else own_s)
-        if self._faults is not None:
-            self._faults.release()  # a stopped worker would not see the signal
+        self._faults.release()  # a stopped worker would not see the signal
         self._give_up_waiting()
         for worker in self.running:  # those without our handlers by SIGTERM
             worker.send(number if worker.saves else signal.SIGTERM)
+        self._say_waits_at = self._ended_at + PATIENCE_S
         if self.begun and saves and not self.is_complete:
+            self._say_waits_at = math.inf
             text = "the workers are to end their step and save; Ctrl+C now kills them unsaved"
             self._on_sentence(text)
-        else:
-            self._say_waits_at = self._ended_at + PATIENCE_S
 
     def kill(self) -> None:
         """Send all workers, and what they started, SIGKILL."""
@@ -307,8 +303,7 @@ class Supervisor:
 
     def close(self) -> None:
         """Let go of all workers, which have ended, and judge the kills of our faults."""
-        if self._faults is not None:
-            self._faults.close()
+        self._faults.close()
         self._take_reports()  # the last ones before their ends
         if self._some_ended_well:
             self.failures = [failure for failure in self.failures if not failure.is_injected]
@@ -360,7 +355,7 @@ class Supervisor:
 
     def _ended(self, worker: SupervisedWorker, ending: Ending, now: float) -> None:
         self._take_reports()  # its last ones
-        is_injected = self._faults is not None and self._faults.ended(worker.rank, ending.reason)
+        is_injected = self._faults.ended(worker.rank, ending.reason)
         self._some_ended_well |= not ending.reason and worker.takes_part
         if self.ending or ending.reason:
             worker.kill_group()
@@ -453,6 +448,13 @@ class Supervisor:
         self._on_sentence(
             f"worker {shown_rank(worker.rank)} {reason}: the run is complete without it"
         )
+
+    def _say_waits(self, now: float, text: str) -> None:
+        """Say once, if it is due, for which workers this waits; they stand for the braces."""
+        if now >= self._say_waits_at and self.running:
+            self._say_waits_at = math.inf
+            who = " and ".join(f"worker {shown_rank(worker.rank)}" for worker in self.running)
+            self._on_sentence(text.format(who))
 
     def _give_up_waiting(self) -> None:
         self.failures += [failure for _, failure in self._due.values()]

@@ -81,10 +81,7 @@ KEYLESS_TYPES = (FrameType.CONTROL, FrameType.SEGMENT_OFFER, *BARE_TYPES)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChunkKey:
-    """The exchange of a chunk (``initiator``, ``incarnation``, ``counter``), and its place there.
-
-    ``counter`` fits 64 bits, the others 32.
-    """
+    """The exchange of a chunk (``initiator``, ``incarnation``, ``counter``), and its place."""
 
     initiator: int
     incarnation: int

@@ -215,7 +215,6 @@ class Handshake:
     """One side of one handshake.
 
     Args:
-        identity: this worker's hello.
         secret: shared by all workers of the run, not empty; None inside TLS.
         wanted_rank: the rank that the dialler wants to reach; None: any, or this is an acceptor.
         admit: returns an acceptor's reason against a member whose run agrees; None: there is none.
@@ -240,20 +239,16 @@ class Handshake:
     ) -> None:
         if secret is not None and not secret:
             raise ValueError("the secret is empty; give every worker of the run the same one")
-        self.dialler = dialler
-        self.wanted_rank = wanted_rank
+        self.dialler, self.wanted_rank = dialler, wanted_rank
         self.peer: Identity | None = None
         self.knows_run = self.is_over = False
         self.refusal: Refusal | None = None
-        self._identity = identity
-        self._secret = secret
-        self._admit = admit
+        self._identity, self._secret, self._admit = identity, secret, admit
         self._nonce = nonce or secrets.token_bytes(NONCE_BYTES)
         self._peer_nonce = b""
         self._hello = _Hello(identity, wanted_rank, self._nonce)  # an acceptor's is the dialler's
         self._body_bytes: int | None = None
-        self._buffer = bytearray()
-        self._output = bytearray()
+        self._buffer, self._output = bytearray(), bytearray()
         self._steps = self._dial() if dialler else self._accept()
         next(self._steps)  # to the first message awaited
 

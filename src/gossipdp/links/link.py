@@ -245,9 +245,7 @@ class Dialer:
     """
 
     def __init__(self, rank: int, random: Random, links: Mapping[int, Link]) -> None:
-        self._rank = rank
-        self._random = random
-        self._links = links
+        self._rank, self._random, self._links = rank, random, links
         self._wishes: dict[int, _Wish] = {}
 
     def want(self, peers: Iterable[int], now_s: float, *, at_once: bool = False) -> None:

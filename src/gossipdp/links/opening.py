@@ -28,13 +28,10 @@ class Opening:
         deadline_s: float,
         tls: Tls | None,
     ) -> None:
-        self.handshake = handshake
-        self.address = address
-        self.deadline_s = deadline_s
+        self.handshake, self.address, self.deadline_s = handshake, address, deadline_s
         self.stream: Stream | None = None
         self.descriptor = connection.fileno()
-        self._connection = connection
-        self._tls = tls
+        self._connection, self._tls = connection, tls
         self._is_connected = not handshake.dialler
         self._has_spoken = False  # a byte that TLS may begin with
         self._output = b""

@@ -225,22 +225,18 @@ class SlotMemory:
     """The memory of this worker's exchange slots.
 
     Args:
-        log: for what does not work.
         may_share: True if peers may read it in place, if the system has sealed memory.
-        handler: pins the memory.
 
     Attributes:
         segment: the memory that peers may read; None: they may not, or there is none yet.
     """
 
     def __init__(self, log: OnceLog, *, may_share: bool, handler: LinkHandler) -> None:
-        self._handler = handler
+        self._log, self._may_share, self._handler = log, may_share, handler
         self._pinned: object = None
         self.segment: SharedSegment | None = None
         self._memory: memoryview | None = None
         self._num_segments = 0
-        self._log = log
-        self._may_share = may_share
 
     def allocate(self, num_bytes: int) -> memoryview:
         """Return memory for the slots of one exchange; see :meth:`.Transport.allocate`."""

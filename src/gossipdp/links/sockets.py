@@ -89,8 +89,6 @@ class Stream(abc.ABC):
 
     Attributes:
         connection: the socket itself; closing it closes the stream.
-        mixes_directions: True if reading may have to wait for room to write, or the other way
-            round, so that any event is a reason to try both.
         has_more: True if ``receive_into`` has more to return although it returned fewer bytes.
         gathers: True if the next event comes only when more than one byte is there.
         is_aging: True if a key has protected half as much as it may: a new connection is due when
@@ -99,7 +97,6 @@ class Stream(abc.ABC):
     """
 
     connection: socket.socket
-    mixes_directions = False
     has_more = False
     gathers = False
     is_aging = is_worn = False

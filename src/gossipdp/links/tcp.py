@@ -47,7 +47,6 @@ SCRATCH_BYTES = 256 << 10
 # The pause in accepting connections when the process has no descriptor left.
 LISTENER_REST_S = 0.2
 
-_HUNG_UP = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 _EDGE = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 
 
@@ -89,9 +88,8 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         self.identity = msgspec.structs.replace(
             identity, host=identity.host or bound_host, port=bound_port
         )
-        self.handler = handler
+        self.handler, self.clock = handler, clock
         self.tag = run_tag(identity.run_id)
-        self.clock = clock
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._secret = secret if tls is None else None
         self._tls = tls
@@ -471,12 +469,11 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         for descriptor, mask in events:
             source = self._by_descriptor.get(descriptor)
             if isinstance(source, TcpLink):
-                source.hung_up = source.hung_up or bool(mask & _HUNG_UP)
-                either = source.stream.mixes_directions
-                if either or mask & (select.EPOLLIN | _HUNG_UP):
+                source.hung_up = source.hung_up or bool(mask & select.EPOLLRDHUP)
+                if mask & select.EPOLLIN:  # comes with an end of stream and an error too
                     source.can_read = True
                     self.to_read[source] = None
-                if either or mask & select.EPOLLOUT:
+                if mask & select.EPOLLOUT:
                     source.can_write = True
                     if source.has_output or source.owes:
                         self.to_write[source] = None

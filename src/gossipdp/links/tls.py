@@ -164,8 +164,6 @@ class TlsStream(Stream):
     own buffer and from there to ours: one copy more than in the clear, besides the cipher.
     """
 
-    mixes_directions = True
-
     def __init__(self, connection: ssl.SSLSocket) -> None:
         self.connection = self._secured = connection
         self.is_secured = False
@@ -242,9 +240,9 @@ def explain(error: OSError) -> str:
     reason = getattr(error, "reason", None) or error.strerror or str(error)
     if reason == "WRONG_VERSION_NUMBER":
         return "the other end does not speak TLS"
-    if "ALERT" in reason:
-        # TLSV13_ALERT_CERTIFICATE_REQUIRED, TLSV1_ALERT_UNKNOWN_CA, ...
-        said = reason.partition("ALERT_")[2].replace("_", " ").lower()
+    _, is_alert, said = reason.partition("ALERT_")
+    if is_alert:  # TLSV13_ALERT_CERTIFICATE_REQUIRED, TLSV1_ALERT_UNKNOWN_CA, ...
+        said = said.replace("_", " ").lower()
         return f"the other end refused this worker's certificate or its TLS: {said}"
     return reason.replace("_", " ").lower() if reason.isupper() else reason
 

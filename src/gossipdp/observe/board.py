@@ -37,12 +37,7 @@ class JobWorker(msgspec.Struct, frozen=True):
     """One worker.
 
     Attributes:
-        state: ``training``; ``slow``: its steps take over 1.5 times the median of the others';
-            ``idle``: no step for 5 s and for ten steps; ``averaging``: it has called
-            ``consolidate()``; ``joining``; ``left``: gone after the average; ``silent``: it does
-            not answer, and others have not heard it for the time-out; ``lost``: no worker hears it
-            any more, and the others go on without it; ``cut off``: it answers here, and is lost to
-            the others; ``no answer``: it does not answer here, others hear it.
+        state: one of the words that docs/monitoring.md explains.
         is_answering: it answered the last time it was asked. If it did not, counts and
             ``since_step_s`` are what others heard, and the rest is from its last answer.
         restarts: processes of this rank before this one.

@@ -1,6 +1,6 @@
 """Goodput: the share of a run's possible samples that it made, from records of its workers.
 
-    goodput = Σ_i k_i / Σ_i f_i T_i        lost a fault = (1 - goodput) Σ_i T_i / faults
+    goodput = Σ_i k_i / Σ_i f_i T_i
 
 over the workers i of a run:
 
@@ -16,9 +16,6 @@ the others end. Time before a worker's first step is start, and counts in nothin
 Samples of a worker that died stay counted, as the run's budget counts them: its exchanges have put
 them into its neighbours' parameters. A kill also loses what the worker did after its last exchange,
 a few steps at most; nobody can know how many, so that is not taken off.
-
-Training knows nothing of this. ``gossipdp top`` reads the workers' answers since it was started,
-and the report reads their logs.
 """
 
 from __future__ import annotations
@@ -126,13 +123,3 @@ def goodput_of(parts: Iterable[Part]) -> float:
     speeds = [median(known) if math.isnan(speed) else speed for speed in speeds]
     full = sum(part.seconds * speed for part, speed in zip(parts, speeds, strict=True))
     return min(1.0, sum(part.samples for part in parts) / full)  # the last window may be faster
-
-
-def lost_seconds_per_fault(parts: Iterable[Part], num_faults: int) -> float:
-    """Return (1 - goodput) Σ T / faults, in seconds of one worker; NaN without a fault.
-
-    All that is lost is laid to the faults, also what evaluations and saving took.
-    """
-    parts = list(parts)
-    lost_s = (1.0 - goodput_of(parts)) * sum(part.seconds for part in parts)
-    return lost_s / num_faults if num_faults else math.nan

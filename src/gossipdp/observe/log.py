@@ -1,4 +1,4 @@
-"""The log of a run: one JSON-lines file per worker. Its lines, how to read and to write them.
+"""The log of a run: one JSON-lines file per worker. Its lines, and how to write them.
 
 A file starts with a ``start`` record. ``counts`` records follow: totals up to then, and since the
 one before the notices of others' lives and the values that the script logged. The first one of a
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -43,13 +43,6 @@ def worker_file(directory: Path, rank: int) -> Path:
 
 
 # The records.
-
-
-class KnownConfiguration(TypedDict, total=False):
-    """The part of a configuration that readers of a log compute with."""
-
-    comm_rate: float | Literal["auto"]
-    parameters: int
 
 
 class StartRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="start"):
@@ -73,9 +66,6 @@ class StartRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="start"):
     boot_id: str = ""
     run_id: str = ""
     time_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        msgspec.convert(self.configuration, KnownConfiguration)
 
 
 class CountsRecord(Counters, frozen=True, omit_defaults=True, tag_field="kind", tag="counts"):
@@ -122,48 +112,11 @@ _START, _COUNTS, _ = _KINDS = tuple(
 """How a line begins."""
 
 
-# Reading.
+# What was written before.
 
 
-class LogReader:
-    """A reader of one worker's log, also while it grows; the file need not exist yet."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._position = self._num_lines = 0
-
-    def read_new(self) -> list[Record]:
-        """Return the records that were completed since the last call.
-
-        The first one of all is a start record. A last line that is cut short (its writer was
-        killed) or half written is left out.
-
-        Raises:
-            ValueError: a line is no record, or another version wrote them.
-        """
-        records: list[Record] = []
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._position)
-                content = file.read()
-        except FileNotFoundError:
-            return records
-        num_bytes = content.rfind(b"\n") + 1
-        self._position += num_bytes
-        for line in content[:num_bytes].splitlines():
-            self._num_lines += 1
-            try:
-                record: Record = decode(line, Record)  # type: ignore[arg-type]
-            except ValueError as error:
-                place = f"{self._path}, line {self._num_lines}"
-                raise ValueError(f"{place} is no record of a run log: {error}") from error
-            if self._num_lines == 1:  # other versions have other records on the next line
-                _check_first(self._path, record)
-            records.append(record)
-        return records
-
-
-def _check_first(path: Path, start: Record) -> StartRecord:
+def check_first(path: Path, start: Record) -> StartRecord:
+    """Return the first record of a log; raise ValueError if another version wrote it."""
     if not isinstance(start, StartRecord):
         raise ValueError(f"{path} does not begin with a start record, but with {start!r}")
     if start.format != FORMAT:
@@ -183,13 +136,7 @@ def is_of_run(path: Path, run_id: str) -> bool:
 
 
 class _Before(NamedTuple):
-    """The part of a log that counts for its next writer.
-
-    first, latest: the starts of the first and of the latest process.
-    last_s: the time of the last record.
-    totals: the last counts.
-    num_bytes: of the whole lines.
-    """
+    """The part of a log that counts for its next writer; ``num_bytes``: of the whole lines."""
 
     first: StartRecord
     latest: StartRecord
@@ -218,7 +165,7 @@ def _read_before(path: Path) -> _Before | None:
         return None
     if not first:
         return None
-    start = _check_first(path, decode(first, Record))  # type: ignore[arg-type]
+    start = check_first(path, decode(first, Record))  # type: ignore[arg-type]
     ended: Record = decode(line, Record)  # type: ignore[arg-type]
     counts = last.get(_COUNTS)
     return _Before(

@@ -88,10 +88,7 @@ def pages_of(status: Callable[[], WorkerStatus]) -> dict[str, Page]:
 
 
 class JobView:
-    """The job as ``gossipdp top`` shows it, seen from one worker, while somebody looks at it.
-
-    ``status`` gives the worker's own; the others are asked at their status ports.
-    """
+    """The job as ``gossipdp top`` shows it, seen from one worker, while somebody looks at it."""
 
     def __init__(self, status: Callable[[], WorkerStatus]) -> None:
         self._status = status
@@ -133,7 +130,6 @@ class StatusServer(http.server.ThreadingHTTPServer, sockets.DescriptorOwner):
         sockets.register(self)
 
     def serve(self, pages: Mapping[str, Page]) -> None:
-        """Show these pages, each under its path."""
         self.pages = pages
         # One for each page: the job's waits for other workers, which may ask for this one's status.
         self._build_locks = {path: threading.Lock() for path in pages}
@@ -222,16 +218,12 @@ class StatusPort:
     """One worker's status port: ``first_port`` + the worker's rank, or with 0 any free port."""
 
     def __init__(self, host: str, first_port: int) -> None:
-        self._host = host
-        self._first_port = first_port
+        self._host, self._first_port = host, first_port
         self._server: StatusServer | None = None
         self._pages: Mapping[str, Page] = {}
 
     def bind(self, rank: int) -> None:
-        """Take the port of that rank; a worker that is given another rank moves.
-
-        If it is in use, training goes on without a status, and a warning says so.
-        """
+        """Take the port of that rank; a worker that is given another rank moves."""
         port = self._first_port + rank if self._first_port else 0
         if port > 65535:
             raise ValueError(
@@ -263,7 +255,6 @@ class StatusPort:
             logger.info("worker %d shows its status at http://%s%s", self._rank, where, STATUS_PATH)
 
     def close(self) -> None:
-        """Show nothing any more."""
         if self._server is not None:
             self._server.close()
 

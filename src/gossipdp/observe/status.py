@@ -4,8 +4,6 @@ A worker learns by gossip whether each other one lives, how far it is, and where
 status. So one answer to ``GET /status`` names the whole job; for more about a worker, ask it.
 Numbers that are not known yet are null: JSON has no NaN. Readers ignore fields that they do not
 know, so some may be added.
-
-:func:`ask` asks one worker. :class:`StatusPoll` asks many and does not wait for those that hang.
 """
 
 from __future__ import annotations
@@ -72,7 +70,6 @@ class WorkerStatus(Counters, frozen=True):
     """One worker's answer, with its counters.
 
     Attributes:
-        graph: the name of the run's graph.
         state: ``training``, or ``averaging`` from ``consolidate()`` on.
         members: all workers that this one knows of, itself included, by rank.
     """

@@ -111,7 +111,6 @@ class Counts(NamedTuple):
 
 
 def file_path(directory: Path, rank: int, step: int) -> Path:
-    """Return the path of worker ``rank``'s step ``step``."""
     return directory / f"worker-{rank}" / f"step-{step:08d}.safetensors"
 
 
@@ -215,7 +214,6 @@ def ended_lives(
     not count.
 
     Args:
-        members: its view.
         notices: what it noticed, oldest first.
         now_s: the time, on the notices' clock, or when this worker was asked to end; infinity after
             the average, which is complete without the dead.

@@ -76,7 +76,6 @@ class BackgroundWriter:
         return written.done()
 
     def wait(self, written: "Future[Path]") -> None:
-        """Wait until a write has ended; see :meth:`has_ended`."""
         while not self.has_ended(written):
             TERMINATION.still_saves()
             futures.wait([written], LOOK_EVERY_S)
@@ -307,12 +306,8 @@ class Checkpointer:
         tensors, metadata = encode(captured, facts, state)
         pause_s = time.perf_counter() - started_s
         self._pause_s += pause_s
-        logger.info(
-            "worker %d: checkpoint at step %d; training paused for %.0f ms",
-            facts.rank,
-            facts.step,
-            1e3 * pause_s,
-        )
+        text = "worker %d: checkpoint at step %d; training paused for %.0f ms"
+        logger.info(text, facts.rank, facts.step, 1e3 * pause_s)
         directory, keep = self._directory, self._saving.keep
         path = file_path(directory, facts.rank, facts.step)
 

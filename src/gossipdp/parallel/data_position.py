@@ -24,8 +24,7 @@ class DataPosition:
     """
 
     def __init__(self) -> None:
-        self.batch = 0
-        self._epoch = 0
+        self.batch = self._epoch = 0
         self._start: dict[str, Any] | None = None
         self._resumed: dict[str, Any] | None = None
         self._random_states: dict[str, Any] | None = None

@@ -75,9 +75,7 @@ class Entry:
         phase: of its momentum.
         between_steps: gives joiners the optimizers' state; it must know of each step.
         settings: those that all workers must share.
-        is_consolidating: ``consolidate()`` was called.
         lead: the lowest rank of the average, after it.
-        module, optimizers, options, replica, resumption: as given.
     """
 
     rank: int
@@ -112,13 +110,10 @@ class Entry:
         directory = environment.tls if network.tls is None else Path(network.tls)
         self._tls = Tls(directory) if directory is not None else None
         self._environment = replace(environment, tls=directory)
-        self.replica = replica
-        self._flat = flat
-        self._state = flat.state
+        self._flat, self._state = flat, flat.state
         self.module, self.optimizers, self.options = module, optimizers, options
-        self._network = network
-        self.resumption = resumption
-        self._page = page
+        self._network, self._page = network, page
+        self.replica, self.resumption = replica, resumption
         self.between_steps = BetweenSteps(optimizers)
         if resumption is not None and resumption.base != flat.base_digest:
             raise ValueError(f"the checkpoints are of another frozen base: {UNLIKE_BASES}")
@@ -439,7 +434,6 @@ class Entry:
 
     @property
     def has_stepped(self) -> bool:
-        """Return whether it has made a gradient step in this life."""
         return self._gradient_steps > 0
 
     @property
@@ -448,7 +442,6 @@ class Entry:
         return self.before.step + self._gradient_steps
 
     def counts(self) -> Counts:
-        """Return the counts of this worker, over all of its lives."""
         return Counts(
             self.step_number,
             self.before.steps + self._gradient_steps,
@@ -456,7 +449,6 @@ class Entry:
         )
 
     def facts(self) -> Facts:
-        """Return the facts of a checkpoint that is taken now."""
         protocol, resumed = self._protocol, self.resumption
         # Notices as new as the members: of a death without one nobody knows when it was.
         (progress, _), now = self._call(lambda: (protocol.progress.news(), self._loop.publish()))

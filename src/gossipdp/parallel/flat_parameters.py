@@ -63,7 +63,6 @@ class FlatParameters:
     values.
 
     Args:
-        module, optimizers: the user's.
         views: of the module's parameters and buffers; see :func:`~.views.views_of`.
         momentum: whether trained parameters carry c (method ``a2cid2``).
         moments: the tensors of each optimizer's state that travel; by default none.
@@ -375,12 +374,13 @@ class FlatParameters:
                 named[view.name] = view.of(flat)
         return named
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Copy x (with what is pending) and c, by name, as a checkpoint holds them.
+    def tensors(self, theta: float) -> dict[str, Tensor]:
+        """Copy x (with what is pending) and c at the phase ``theta``, by name, for a checkpoint.
 
         Every chunk is copied at once, before an exchange or after it.
         """
-        flats = zip(*(segment.copy() for segment in self.state.segments), strict=True)
+        self.state.device.finish()
+        flats = zip(*(segment.copy(theta) for segment in self.state.segments), strict=True)
         return {
             f"{kind}/{name}": values.contiguous()
             for kind, copies in zip(("model", "c"), flats, strict=True)

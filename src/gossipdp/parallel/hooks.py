@@ -51,7 +51,6 @@ class Hooks:
     pre-hook runs before any other of an optimizer, and its post-hook after them.
 
     Args:
-        worker: whose optimizers and module these are.
         begins, stepped: called with the index of an optimizer whose step is next, or has ended.
         loaded: called with what was loaded into the module.
         counting_once: makes the closure that a step gets count its samples once, however often the
@@ -101,7 +100,6 @@ class Hooks:
         _wrapped.add(module)
 
     def remove(self) -> None:
-        """Listen no more."""
         for handle in self._handles:
             handle.remove()
         _wrapped.discard(self._module)

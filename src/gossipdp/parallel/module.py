@@ -225,11 +225,7 @@ class GossipDataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context to accumulate gradients in, for scripts written for DDP.
-
-        It does nothing, since exchanges come with ``optimizer.step()`` alone: to accumulate, step
-        less often.
-        """
+        """Return a context that does nothing, for DDP's scripts: to accumulate, step less often."""
         return contextlib.nullcontext()
 
     def count_batch(self, batch: Any) -> None:
@@ -395,11 +391,9 @@ class GossipDataParallel(nn.Module):
             self._worker.close()
 
     def __enter__(self) -> Self:
-        """Return the wrapper; the end of ``with`` closes it, also after an error."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the wrapper, without an average: :meth:`consolidate` comes before."""
         self.close()
 
     # State.
@@ -516,7 +510,6 @@ class GossipDataParallel(nn.Module):
         return copy.deepcopy(self.module, memo)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Say what can be saved."""
         raise TypeError(
             "the wrapper holds threads and links and cannot be pickled: save model.module, "
             "model.state_dict(), or by model.save_averaged(path) the average of all workers"

@@ -132,7 +132,6 @@ def kept_moments(
 
     Args:
         segments: the moments' flat memory, each with the parameters whose moments lie in it.
-        optimizers: of the wrapper.
         is_default: these moments were not named, so one that cannot travel is left out with a
             warning; else it is an error.
     """
@@ -161,8 +160,7 @@ class KeptMoment:
         # The place of each parameter's moment, and its address once the tensor is there; 0 before.
         self._places = [view.alone(segment.x) for view in views]
         self._addresses = [0] * len(views)
-        self._next = 0
-        self._num_replaced = 0
+        self._next = self._num_replaced = 0
         self._level = level  # of the message that it cannot travel; an error is raised
         self._is_given_up = self._has_warned = False
 

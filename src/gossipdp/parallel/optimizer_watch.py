@@ -136,7 +136,7 @@ class OptimizerWatch:
             by_size.setdefault(local(self._parameters[name]).numel(), []).append(name)
         own = {local(parameter).data_ptr() for parameter in self._parameters.values()}
         for key, owner, tensor in self._kept():
-            if tensor.data_ptr() in own or (owner is not None and key in self._exchanged):
+            if tensor.data_ptr() in own or key in self._exchanged:
                 continue
             for name in by_size.get(tensor.numel(), ()):
                 if owner in (None, name) and _is_between(_sample(tensor), *telling[name]):

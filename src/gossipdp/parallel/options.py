@@ -1,4 +1,4 @@
-"""The arguments of ``GossipDataParallel``, each with its rule, checked where they are made."""
+"""The arguments of ``GossipDataParallel``, checked where they are made: ValueError if invalid."""
 
 import os
 from collections.abc import Collection, Mapping
@@ -50,8 +50,7 @@ def _moments(name: str, given: Any) -> bool | dict[str, int]:
             f"{name} is {given!r}: give True, False, or the names of what the optimizer keeps with "
             "one exchange in how many carries it, such as {'exp_avg_sq': 16}"
         )
-    periods = {each: at_least_1(f"{name}[{each!r}]", n) for each, n in given.items()}
-    return periods or False
+    return {each: at_least_1(f"{name}[{each!r}]", n) for each, n in given.items()} or False
 
 
 def _buffers(name: str, given: Any) -> tuple[str, ...]:
@@ -79,9 +78,6 @@ class Exchange(Checked):
             the end, when all take the lead's.
         pace: ``free`` (training never waits) or ``strict`` (it waits rather than fall more than
             two exchanges behind the comm rate; never for the dead or silent).
-
-    Raises:
-        ValueError: a value is invalid.
     """
 
     moments: bool | Mapping[str, int] = option(True, _moments)
@@ -98,9 +94,6 @@ class Counting(Checked):
         samples_per_step: samples of one gradient step; None counts them in the batches.
         batch_dim: the dimension of a batch's first tensor that counts its samples; 1 where time
             comes first (``batch_first=False``).
-
-    Raises:
-        ValueError: a value is invalid.
     """
 
     samples_per_step: int | None = option(None, at_least_1)
@@ -124,9 +117,6 @@ class Network(Checked):
             one that ``gossipdp run`` was given. Everyone who has its key can take part in the run.
         shared_memory: ``auto``: neighbours on one host read each other's parameters in place where
             the system allows it; ``off``: everything goes through sockets.
-
-    Raises:
-        ValueError: a value is invalid.
     """
 
     host: str | None = None
@@ -156,9 +146,6 @@ class Checkpoints(Checked):
         resume: ``"auto"`` goes on from the newest checkpoints in ``directory``, and starts afresh
             if there are none; if all of them are damaged, wrapping raises ValueError. A path goes
             on from those in that directory; None starts afresh. Give all workers the same.
-
-    Raises:
-        ValueError: a value is invalid.
     """
 
     directory: PathLike | None = None
@@ -185,9 +172,6 @@ class Monitor(Checked):
             without a password; 0: on any free one; None: GOSSIPDP_STATUS_PORT, and no status
             without it.
         status_host: the address on which it does; by default GOSSIPDP_STATUS_HOST, else loopback.
-
-    Raises:
-        ValueError: a value is invalid.
     """
 
     log_dir: PathLike | None = None

@@ -79,9 +79,7 @@ class Pace:
                 "worker %d exchanges at %.0f%% of the comm rate %g: links or neighbours are too "
                 "slow for it. Training does not wait; lower comm_rate, or wait for the exchanges "
                 "with exchange=Exchange(pace='strict')",
-                rank,
-                100 * served / due,
-                self._options.asked_comm_rate,
+                *(rank, 100 * served / due, self._options.asked_comm_rate),
                 extra=OF_RUN,
             )
 

@@ -56,11 +56,8 @@ Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 class Mark:
     """The codes of the extensions of MessagePack in a layout."""
 
-    TUPLE = 1
-    COUNTER = 2
-    TENSOR = 3
-    INTEGER = 4
-    """An integer that 64 bits do not hold, such as the state of NumPy's generators."""
+    # The last is an integer that 64 bits do not hold, such as the state of NumPy's generators.
+    TUPLE, COUNTER, TENSOR, INTEGER = 1, 2, 3, 4
 
 
 class TensorLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -57,15 +57,14 @@ def as_sharded(like: Tensor, values: Tensor) -> Tensor:
         return values
     from torch.distributed.tensor import DTensor
 
-    with torch.no_grad():
-        return DTensor.from_local(
-            values,
-            sharded.device_mesh,
-            sharded.placements,
-            run_check=False,
-            shape=sharded.shape,
-            stride=sharded.stride(),
-        )
+    return DTensor.from_local(
+        values,
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )
 
 
 def reshard(module: nn.Module) -> None:
@@ -111,8 +110,7 @@ class Replica:
     """
 
     def __init__(self, environment: Environment, group: dist.ProcessGroup | None = None) -> None:
-        self.environment = environment
-        self._group = group
+        self.environment, self._group = environment, group
 
     @classmethod
     def of(cls, module: nn.Module, mesh: DeviceMesh | None, environment: Environment) -> "Replica":
@@ -122,7 +120,6 @@ class Replica:
             module: sharded already, if at all.
             mesh: the dimension of replicas, where one ``torch.distributed`` world holds them all;
                 None, or of size 1, where that world is one replica, or there is none.
-            environment: of this process.
         """
         reshard(module)
         ranks = _ranks_of(module)

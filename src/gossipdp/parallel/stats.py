@@ -40,8 +40,7 @@ class Stats(Counters, frozen=True, kw_only=True):
         kernels: computes exchanges: ``numba`` (compiled), ``torch``, or both.
         recent_exchanges: the last 16 that were completed here, oldest first, with their times.
 
-    The fields of :class:`~gossipdp.gossip.counters.Counters`, described there, are fields too.
-    ``achieved_comm_rate``, ``edge_distance`` and ``step_seconds`` are NaN until they are known.
+    The fields of :class:`~gossipdp.gossip.counters.Counters` are fields too; NaN: not known yet.
     ``edge_distance`` is free, but far smaller than the consensus distance on sparse graphs.
     """
 

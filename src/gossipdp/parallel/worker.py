@@ -72,9 +72,7 @@ class Worker(Entry):
     closes the worker.
 
     Attributes:
-        checkpointer, batches, monitoring: its parts.
         frozen_names: returns the names of what is left alone.
-        is_closed: it has left the run.
         average_saved_at_step: the step at which the script last saved an average; -1: it has not.
     """
 
@@ -353,8 +351,7 @@ class Worker(Entry):
         for moment in itertools.chain(*self._moments):  # into the state that is saved next
             moment.begins(wait=True)
         # Every chunk at one phase, which is therefore 0 after a resume.
-        self._state.flow(self._theta())
-        return self._flat.tensors()
+        return self._flat.tensors(self._theta())
 
     def export(self, values: dict[str, Any]) -> None:
         """Put x + pending, or within ``averaged()`` the average, into a state_dict: new tensors."""
@@ -420,7 +417,6 @@ class Worker(Entry):
         averaged = self._state.all_chunks
         for chunk, values in zip(averaged, outcome.values, strict=True):
             chunk.replace(values)
-        reshard(self.module)  # an evaluation may have left what FSDP had gathered
         # Each shard was averaged over the replicas in its own network; after a death in the middle
         # of it the networks may differ.
         distances, counts = self.replica.gather(outcome.consensus_distance, outcome.num_workers)

@@ -62,8 +62,7 @@ class _Own:
     """The request of this worker, and the workers without which it goes on."""
 
     blame: Blame
-    live: frozenset[int]
-    without: dict[int, str] = field(default_factory=dict)
+    without: dict[int, str]
 
 
 class LiveAverages:
@@ -102,17 +101,17 @@ class LiveAverages:
 
     def ask(self, live: Collection[int], silent: Collection[int] = ()) -> Actions:
         """Sum over this worker and the live ones that are not silent; ``AverageEnded`` follows."""
-        own = _Own(Blame(self.rank), frozenset(live) - {self.rank})
-        own.without = dict.fromkeys(own.live.intersection(silent), "it is silent")
-        self._own = own
-        self._begin(self._own)
+        others = set(live) - {self.rank}
+        without = dict.fromkeys(others.intersection(silent), "it is silent")
+        self._own = _Own(Blame(self.rank), without)
+        self._begin(self._own, others.difference(silent))
         return self._flush()
 
-    def _begin(self, own: _Own) -> None:
+    def _begin(self, own: _Own, others: Collection[int]) -> None:
         self._number += 1
         epoch = Epoch(self._number, self.rank, self._process_tag)
-        others, has_suspects = own.blame.begin(own.live - own.without.keys())
-        self._join(AskAverage(epoch, (self.rank, *others), has_suspects), own.blame)
+        order, has_suspects = own.blame.begin(others)
+        self._join(AskAverage(epoch, (self.rank, *order), has_suspects), own.blame)
 
     # --- inputs ----------------------------------------------------------------------------
 
@@ -181,10 +180,10 @@ class LiveAverages:
             if caller not in live and caller != self.rank:
                 self._forget(caller)
             elif self._own is not None and caller == self.rank:
-                dead = set(request.ask.members[1:]) - set(live)
+                others = set(request.ask.members[1:])
+                dead = others.difference(live)
                 if dead:
-                    self._own.live -= dead
-                    self._begin(self._own)
+                    self._begin(self._own, others - dead)
         return self._flush()
 
     def tick(self, heard: Collection[int], moving: Mapping[Epoch, Collection[int]]) -> Actions:
@@ -202,7 +201,7 @@ class LiveAverages:
                 left_out = self._own.blame.tick()
                 if left_out is not None:
                     self._own.without |= left_out
-                    self._begin(self._own)
+                    self._begin(self._own, set(request.ask.members[1:]) - left_out.keys())
                     continue
             elif request.idle_ticks >= ABANDONED_AFTER:
                 self._forget(caller)

@@ -41,7 +41,10 @@ class Decision(Enum):
 
 @dataclass(slots=True)
 class _Verdicts:
-    """The two verdicts on a chunk: ours on the peer's code, and the peer's; None: not known yet."""
+    """The two verdicts on a chunk: ours on the peer's code, and the peer's; None: not known yet.
+
+    That of the peer on a chunk which needs none is yes from the beginning.
+    """
 
     ours: bool | None = None
     peers: bool | None = None
@@ -67,9 +70,8 @@ class Confirmation:
         self.num_received = 0
         self.num_closed = 0
         self._first_open = 0
-        self._is_certain = is_certain
         self._window = window
-        self._chunks = [_Verdicts() for _ in is_certain]
+        self._chunks = [_Verdicts(peers=each or None) for each in is_certain]
 
     @property
     def is_finished(self) -> bool:
@@ -96,11 +98,7 @@ class Confirmation:
 
     def expects_verdict(self, index: int) -> bool:
         """Return whether the peer's verdict on this chunk may come now."""
-        return (
-            index < self.num_sent
-            and not self._is_certain[index]
-            and self._chunks[index].peers is None
-        )
+        return index < self.num_sent and self._chunks[index].peers is None
 
     def expects_repeat(self, index: int) -> bool:
         """Return whether the peer repeats this chunk."""
@@ -113,10 +111,7 @@ class Confirmation:
         """
         assert self.expects_code(index)
         self.num_received += 1
-        chunk = self._chunks[index]
-        chunk.ours = decoded
-        if self._is_certain[index]:
-            chunk.peers = True
+        self._chunks[index].ours = decoded
         return self._decide(index)
 
     def verdict(self, index: int, decoded: bool) -> Decision:

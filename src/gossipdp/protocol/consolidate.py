@@ -47,7 +47,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TypeAlias
 
 import msgspec
@@ -115,7 +114,6 @@ class _Attempt:
     """The children that have committed, with all below them."""
     distance_sent: float | None = None
     is_committed: bool = False
-    is_acknowledged: bool = False
 
     @property
     def epoch(self) -> Epoch:
@@ -221,10 +219,6 @@ class Consolidation:
     def review(self, members: Iterable[Member]) -> Actions:
         """Take over the membership view, which changed: this worker itself may be done now."""
         self.participants.review(members)
-        done = self.participants.done()
-        self._offered = {
-            process: begin for process, begin in self._offered.items() if process in done
-        }
         return self._settle()
 
     def receive(self, peer: int, message: ConsolidationMessage | ReductionMessage) -> Actions:
@@ -242,14 +236,12 @@ class Consolidation:
             match message:
                 case BeginEpoch():
                     self._take_offer(peer, message)
-                case NewerEpoch():
-                    pass
                 case PullResults(origin=origin):
                     if origin == self.origin:
                         self._pulled_by(peer, message)
                 case Release():
                     self._take_release(message.epoch)
-                case _ if attempt is not None and attempt.epoch == message.epoch:
+                case _ if attempt is not None and self.sum_of(message.epoch) is not None:
                     self._receive_in_epoch(attempt, peer, message)
         return self._settle()
 
@@ -263,9 +255,7 @@ class Consolidation:
             self._repeat(self._attempt, peer)
         return self._settle()
 
-    def tick(
-        self, heard: Collection[int], moving: Mapping[Epoch, Collection[int]] = MappingProxyType({})
-    ) -> Actions:
+    def tick(self, heard: Collection[int], moving: Mapping[Epoch, Collection[int]]) -> Actions:
         """Count a quarter of a time-out.
 
         If nothing has come for long, all requests and words are repeated. Every message may be
@@ -396,7 +386,6 @@ class Consolidation:
             is_greater = average is None or found.order > average.order
             if is_greater and holder in (rank for rank, _ in members):
                 average, source = found, holder
-        self._found = None
         processes = dict(members)
         others, has_suspects = self._blame.begin(processes.keys() - {self.rank})
         begin = BeginEpoch(
@@ -552,7 +541,7 @@ class Consolidation:
         if peer == attempt.parent:
             if attempt.distance_sent is not None:
                 self._say(peer, Distance(attempt.epoch, attempt.distance_sent))
-            if attempt.is_acknowledged:
+            if attempt.epoch in self._acknowledged:
                 self._say(peer, Committed(attempt.epoch))
 
     # --- at each tick ----------------------------------------------------------------------
@@ -599,10 +588,7 @@ class Consolidation:
     # --- within an epoch -------------------------------------------------------------------
 
     def _receive_in_epoch(
-        self,
-        attempt: _Attempt,
-        peer: int,
-        message: Held | Distance | CommitEpoch | Committed | ReductionMessage,
+        self, attempt: _Attempt, peer: int, message: ConsolidationMessage | ReductionMessage
     ) -> None:
         is_child = peer in attempt.sum.children
         match message:
@@ -611,8 +597,7 @@ class Consolidation:
                     self._found = (peer, average)
                     self.participants.restarted_by(peer)
             case Stalled() | Progressed() | PullPartials():
-                if not attempt.is_refused:
-                    attempt.sum.receive(peer, message)
+                attempt.sum.receive(peer, message)
             case CommitEpoch(consensus_distance=value) if peer == attempt.parent:
                 self._commit(attempt, value)
             case Distance(squared_distance=value) if is_child:
@@ -621,7 +606,7 @@ class Consolidation:
             case Committed() if is_child:
                 attempt.committed.add(peer)
                 attempt.sum.moved(peer)
-            case _:  # from a worker at another place in this worker's tree
+            case _:  # it says no more, or is at another place in this worker's tree
                 pass
 
     def _advance(self, attempt: _Attempt) -> None:
@@ -638,8 +623,7 @@ class Consolidation:
             if attempt.parent is None:
                 if set(self.participants.done()) <= set(attempt.begin.members):
                     self._release(attempt.begin)
-            elif not attempt.is_acknowledged:
-                attempt.is_acknowledged = True
+            elif attempt.epoch not in self._acknowledged:
                 self._acknowledged[attempt.epoch] = attempt.begin
                 if len(self._acknowledged) > MAX_ACKNOWLEDGED:
                     del self._acknowledged[next(iter(self._acknowledged))]

@@ -164,7 +164,6 @@ class FailureDetector:
 
     def gone(self, peer: int) -> list[DetectorAction]:
         """End all that concerns ``peer``, which is known to be dead or gone."""
-        self._quiet_until = None
         self._watches.pop(peer, None)
         self._expect_no_answer(peer)
         return self._answer(peer, is_heard=False)

@@ -158,39 +158,36 @@ class Membership(News[int, Member]):
         member = self._records.get(rank)
         return member is not None and member.is_live
 
-    def merge(self, member: Member) -> bool:
-        """Take in another worker's record; return whether this view changed."""
+    def merge(self, member: Member) -> None:
+        """Take in another worker's record, if it is a greater one and within bounds."""
         known = self._records.get(member.rank)
         if known is None:
             if not self._has_room_for(member):
-                return False
+                return
         elif member <= known or member.incarnation > known.incarnation + MAX_LEAP:
-            return False
+            return
         if member.rank == self.own.rank:
             member = self._outbid(member)
         self._store(member.rank, member)
-        return True
 
     def merge_all(self, members: Iterable[Member]) -> None:
         for member in members:
-            if self._records.get(member.rank) is not member:
-                self.merge(member)
+            self.merge(member)
 
-    def set_status(self, status: Status) -> bool:
+    def set_status(self, status: Status) -> None:
         """Set that this worker is done or has left; a status that is not higher changes nothing."""
-        if status <= self.own.status:
-            return False
-        self.own = msgspec.structs.replace(self.own, status=status)
-        return self.merge(self.own)
+        if status > self.own.status:
+            self.own = msgspec.structs.replace(self.own, status=status)
+            self.merge(self.own)
 
-    def declare_dead(self, rank: int) -> bool:
-        """Declare another worker dead, unless it has left; return whether that is news."""
+    def declare_dead(self, rank: int) -> None:
+        """Declare another worker dead, unless it has left."""
         known = self._records.get(rank)
         if known is None or known.is_over:
-            return False
+            return
         if known == self.own:
             raise ValueError(f"worker {rank} cannot declare itself dead")
-        return self.merge(msgspec.structs.replace(known, status=Status.DEAD))
+        self.merge(msgspec.structs.replace(known, status=Status.DEAD))
 
     def forget(self, now: float, after_s: float) -> list[int]:
         """Forget joiners that have been over for ``after_s``, so that none is dialled; return them.
@@ -323,12 +320,8 @@ class Progress(News[tuple[int, int], ProgressEntry]):
     def others_samples(self) -> int:
         return self.total_samples - (self.own.samples if self.own else 0)
 
-    def merge_all(self, entries: Iterable[ProgressEntry], now: float) -> bool:
-        """Take in others' entries; return whether any of them changed this view.
-
-        Their entry of this very process is dropped: it counts itself.
-        """
-        before = self.version
+    def merge_all(self, entries: Iterable[ProgressEntry], now: float) -> None:
+        """Take in others' entries; that of this very process is dropped, as it counts itself."""
         for entry in entries:
             process = (entry.rank, entry.process_id)
             known = self._records.get(process)
@@ -347,7 +340,6 @@ class Progress(News[tuple[int, int], ProgressEntry]):
                 continue
             if process != self._own:
                 self._count(entry, known, now)
-        return self.version > before
 
     def by_rank(self) -> dict[int, tuple[int, int]]:
         """Return samples and gradient steps of every rank over all its processes.

@@ -26,7 +26,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from random import Random
 from typing import NamedTuple, TypeAlias, final
 
-from gossipdp.graph.constants import Constants, LiveGraph
+from gossipdp.graph.constants import LiveGraph
 from gossipdp.protocol.actions import Rebuilt
 from gossipdp.protocol.members import Member, Status
 
@@ -118,10 +118,8 @@ class Neighbourhood:
         self._wanted = self._originals
         self._is_outdated = False
         self._look_at = -math.inf
-        self.place = Place({}, 0.0, 0.0, 0.5)
+        self.place = self._place(self._live)
         """At the comm rate asked for."""
-        if rank in self._originals:
-            self.place = self._place_in(graph.original)
 
     def review(self, members: Iterable[Member]) -> None:
         live, over = set(self._originals), set[int]()
@@ -152,9 +150,7 @@ class Neighbourhood:
 
     def _place(self, live: frozenset[int]) -> Place:
         if self.rank not in live:
-            return Place({}, 0.0, 0.0, self.place.alpha_tilde)
-        return self._place_in(self.graph.constants(live))
-
-    def _place_in(self, constants: Constants) -> Place:
+            return Place({}, 0.0, 0.0, 0.5)
+        constants = self.graph.constants(live)
         gains = (constants.eta, constants.alpha_tilde) if self._has_momentum else (0.0, 0.5)
         return Place(constants.neighbours(self.rank), constants.worker_rate(self.rank), *gains)

@@ -149,7 +149,6 @@ class Pairing:
         self._counter = 0
         self.moments_due = moments_due or MomentsDue()
         self._vain_ticks = 0  # since the last exchange
-        self._asks = True
         self.answers = True
         """False once it may exchange no more: see :meth:`close`."""
 
@@ -162,8 +161,6 @@ class Pairing:
 
     def tick(self) -> list[PairingAction]:
         """Take one demand for an exchange."""
-        if not self._asks:
-            return []
         had_demand = self.backlog > 0
         self.backlog = min(MAX_BACKLOG, self.backlog + 1)
         if not isinstance(self.state, Idle):
@@ -178,10 +175,9 @@ class Pairing:
         return state if isinstance(state, Exchanging) and state.id == id else None
 
     def finished(self, id: ExchangeId) -> list[PairingAction]:
-        """End the exchange ``id``, complete at this end, if it is not over yet."""
+        """End the exchange ``id``, which is complete at this end."""
         exchange = self.exchange(id)
-        if exchange is None:
-            return []
+        assert exchange is not None, "it is over"
         is_own = id.initiator == self.rank
         self._policy.exchanged(exchange.peer, initiated=is_own)
         self.moments_due.exchanged(exchange.moments)
@@ -202,8 +198,10 @@ class Pairing:
         ]
 
     def stop_asking(self) -> None:
-        """Only answer from now on. A proposal that is open runs its course."""
-        self._asks = False
+        """Forget all demands: until the next tick this worker only answers.
+
+        A proposal that is open runs its course.
+        """
         self.backlog = 0
 
     def close(self) -> list[PairingAction]:
@@ -361,7 +359,7 @@ class Pairing:
     # --- transitions -----------------------------------------------------------------------
 
     def _draw(self) -> list[int]:
-        if not (self._asks and self.answers and self.backlog and self.available):
+        if not (self.answers and self.backlog and self.available):
             return []
         return self._policy.draw(self.available)
 
@@ -392,11 +390,10 @@ class Pairing:
         return self._ask_others(dict.fromkeys([*state.untried, *self._draw()]))
 
     def _ask_others(self, order: Iterable[int]) -> list[PairingAction]:
-        if self._parked and self.answers:
+        if self._parked:
             peer = next(iter(self._parked))
             return self.accept(peer, self._parked[peer])
-        asks = self._asks and self.answers
-        return self._propose_next(order if asks else ()) or self._free_oldest()
+        return self._propose_next(order if self.backlog else ()) or self._free_oldest()
 
     def _become_idle(self) -> list[PairingAction]:
         self.state = Idle()

@@ -28,7 +28,7 @@ NEWS_INTERVAL_S = 0.05
 PROGRESS_INTERVAL_S = 0.25
 
 LAST = 9
-"""Answers, gaps and durations that count."""
+"""Answers, gaps and durations that count, and proposals whose answers may still come."""
 FIRST_WAIT_S = 0.5
 SHORTEST_WAIT_S = 0.02
 LONGEST_WAIT = 0.5
@@ -60,8 +60,8 @@ class _Link:
     """It did not answer, and until then only an answer, not any sign of life, counts; else None."""
     is_closed: bool = False
     """The peer has said that it accepts no proposal for now."""
-    proposed: dict[ExchangeId, float] = field(default_factory=dict)
-    """When each proposal without an answer was sent, withdrawn ones too."""
+    proposed: deque[tuple[ExchangeId, float]] = field(default_factory=lambda: deque(maxlen=LAST))
+    """The last proposals without an answer, withdrawn ones too, and when each was sent."""
     members_told: int = 0
     progress_told: int = 0
     progress_sent: float = -math.inf
@@ -217,22 +217,21 @@ class Peers:
     def proposed(self, peer: int, id: ExchangeId, now: float) -> None:
         """Note that a proposal leaves for ``peer``."""
         if peer in self._links:
-            self._links[peer].proposed[id] = now
+            self._links[peer].proposed.append((id, now))
 
     def answered(self, peer: int, id: ExchangeId, now: float, *, in_time: bool) -> None:
         """Note the answer to a proposal; ``in_time``: the proposal was not withdrawn before."""
         asked, partner = self._links[peer].proposed, self._partner(peer)
-        if id not in asked:
+        sent_s = dict(asked).get(id)
+        if sent_s is None:
             return
-        partner.answers_s.append(now - asked[id])
-        self._answers_s.append(now - asked[id])
+        partner.answers_s.append(now - sent_s)
+        self._answers_s.append(now - sent_s)
         if in_time:
             partner.num_withdrawn = 0
         # Links are FIFO: an earlier proposal has no answer if it crossed with one of the peer.
-        for earlier in list(asked):
-            del asked[earlier]
-            if earlier == id:
-                break
+        while asked.popleft()[0] != id:
+            pass
 
     def says(self, peer: int, *, is_closed: bool) -> None:
         """Note that ``peer`` answers, and whether it accepts no proposal for now."""

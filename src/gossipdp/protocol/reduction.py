@@ -290,7 +290,7 @@ class Blame:
         self._said.setdefault((accuser, message.rank), (self._tick, message))
 
     def tick(self) -> dict[int, str] | None:
-        """Count time; return the members to leave out of a new attempt, and why.
+        """Count time; return the members to leave out of a new attempt, which must follow, and why.
 
         None: no accusation is old enough, so the attempt goes on.
         """
@@ -298,7 +298,6 @@ class Blame:
         said = self._said
         if all(self._tick - since < GRACE for since, _ in said.values()):
             return None
-        self._said = {}
         ripe = {
             pair: message
             for pair, (since, message) in said.items()

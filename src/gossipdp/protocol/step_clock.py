@@ -46,7 +46,7 @@ class StepClock:
         self._rate = number("rate_per_step", rate_per_step)
         self.steps = 0
         """Gradient steps that ended."""
-        self._last_step: float | None = None
+        self._last_step = 0.0  # when it ended
         self._durations: deque[float] = deque(maxlen=MEDIAN_WINDOW)
         self.step_seconds: float | None = None
         """The running median of step durations, or None before there is one."""
@@ -58,7 +58,7 @@ class StepClock:
         return self._paused_at is not None
 
     def step(self, now: float) -> None:
-        if self._last_step is not None and self.steps >= SKIPPED_STEPS and not self.is_paused:
+        if self.steps >= SKIPPED_STEPS and not self.is_paused:
             self._durations.append(max(now - self._last_step, 1e-9))
         had_median = self.step_seconds is not None
         self.steps += 1
@@ -82,7 +82,7 @@ class StepClock:
     @property
     def next_tick_at(self) -> float:
         """When u reaches the next tick, perhaps before now; infinity: a step must come first."""
-        if self.is_paused or self.step_seconds is None or self._last_step is None:
+        if self.is_paused or self.step_seconds is None:
             return math.inf
         ahead = self._next_tick - self.steps
         return math.inf if ahead > 1.0 else self._last_step + max(0.0, ahead) * self.step_seconds
@@ -104,8 +104,7 @@ class StepClock:
     def resume(self, now: float) -> None:
         """Go on where the clock stood."""
         if self._paused_at is not None:
-            if self._last_step is not None:
-                self._last_step += max(0.0, now - self._paused_at)
+            self._last_step += max(0.0, now - self._paused_at)
             self._paused_at = None
 
     def set_rate(self, rate_per_step: float) -> None:

@@ -175,7 +175,6 @@ class WorkerProtocol:
         self._proposal_due = self._free_due = math.inf
         # Exchanges that are due by its own steps, less those that it has had.
         self._owed = 0.0
-        self._is_spent = False  # it has exchanged as much as it can afford for now
         self.exchanges_initiated = 0
         self.exchanges_answered = 0
         self.exchanges_failed = 0
@@ -229,7 +228,6 @@ class WorkerProtocol:
         """
         self.is_done = True
         self._waits_until = now + wait_s
-        self._tick_at = now + self.timeout_s / TICKS_PER_TIMEOUT
         self.consolidation.participants.wait_ticks = TICKS_PER_TIMEOUT * wait_s / self.timeout_s
         self.pairing.stop_asking()
         self.clock.pause(now)
@@ -461,9 +459,8 @@ class WorkerProtocol:
     def poll(self, now: float) -> Sequence[_Inner]:
         """Do what is due; call it at :meth:`next_deadline`, and at any other time as you like."""
         actions = [*self._unlinked(self._presence.look(now)), *self._end_waits(now)]
-        if self._is_spent and self._affords_another_at(now) <= now:
-            self._is_spent = False
-            actions += [] if self._closed_for else self.pairing.open()
+        if self._affords_another_at(now) <= now:
+            actions += self._open("spent", now)
         actions += [*self._ticks(now), *self._detector.poll(now)]
         if now >= self._tick_at and (self.is_done or not self.averages.is_idle):
             self._tick_at = now + self.timeout_s / TICKS_PER_TIMEOUT
@@ -485,7 +482,7 @@ class WorkerProtocol:
             self.neighbourhood.next_deadline(),
             self._waits_end_at(),
             self._waits_until,
-            self._affords_another_at(self._last_input) if self._is_spent else math.inf,
+            self._affords_another_at(self._last_input) if "spent" in self._closed_for else math.inf,
             self.clock.next_tick_at,
         )
 
@@ -630,8 +627,8 @@ class WorkerProtocol:
         if self.exchange_rate is not None:
             self.exchange_rate.began(now)
         is_exchanging = isinstance(self.pairing.state, Exchanging)  # else it was stopped at once
-        if self._affords_another_at(now) > now and not self._is_spent and is_exchanging:
-            self._is_spent = True
+        if self._affords_another_at(now) > now and is_exchanging:
+            self._closed_for.add("spent")  # though its own demands go on: its clock runs
             self.pairing.close()  # it is exchanging, so that sends nothing
 
     def _affords_another_at(self, now: float) -> float:
@@ -657,7 +654,7 @@ class WorkerProtocol:
             return []
         if not self.is_done:
             self.clock.resume(now)
-        return [] if self._is_spent else self.pairing.open()
+        return self.pairing.open()
 
     def _consolidate(self, now: float) -> list[_Inner]:
         """Pass new membership and deferred messages to consolidation.

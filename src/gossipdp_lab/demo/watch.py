@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from gossipdp.cli.top import draw, summary
+from gossipdp.cli.top import draw, progress_facts, states_of
 from gossipdp.gossip.counters import Counters
 from gossipdp.launcher.faults import FaultRecord
 from gossipdp.links.clock import since_boot_s
@@ -58,7 +58,7 @@ class LiveView(Display):
         now_s, (width, height) = self._clock(), self._console.size
         self._board.take(answers_of(self._run_log), now_s)
         job = self._board.job(now_s)
-        self.show(draw(job, width, height - 1), summary(job))
+        self.show(draw(job, width, height - 1), f"{states_of(job)} · {progress_facts(job)}")
 
 
 def answers_of(run_log: RunLog) -> dict[str, WorkerStatus | Exception]:

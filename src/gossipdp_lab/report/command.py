@@ -21,7 +21,7 @@ import tyro
 
 import gossipdp
 from gossipdp.observe.events import Event
-from gossipdp.observe.goodput import goodput_of, lost_seconds_per_fault
+from gossipdp.observe.goodput import goodput_of
 from gossipdp.rules import output_file
 from gossipdp_lab.report.charts import duration, heat_map, line_chart, number, timeline
 from gossipdp_lab.report.run_log import RunLog
@@ -175,13 +175,18 @@ def _tiles(view: RunView) -> list[tuple[str, str, str]]:
 
 
 def _goodput_tile(view: RunView) -> list[tuple[str, str, str]]:
-    """Return the share of the samples at full speed; none for a log too short to know it."""
-    goodput = goodput_of(view.parts.values())
+    """Return the share of the samples at full speed; none for a log too short to know it.
+
+    Lost a fault is (1 - goodput) Σ T / faults, in seconds of one worker: all that is lost is laid
+    to the faults, also what evaluations and saving took.
+    """
+    goodput, faults = goodput_of(view.parts.values()), view.num_faults
     if math.isnan(goodput):
         return []
-    faults = view.num_faults
-    lost_s = lost_seconds_per_fault(view.parts.values(), faults)
-    note = f"{lost_s:.1f} s lost a fault, of {faults}" if faults else "no fault was seen"
+    note = "no fault was seen"
+    if faults:
+        lost_s = (1.0 - goodput) * sum(part.seconds for part in view.parts.values())
+        note = f"{lost_s / faults:.1f} s lost a fault, of {faults}"
     return [("goodput", f"{goodput:.1%}", note)]
 
 

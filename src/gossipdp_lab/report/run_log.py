@@ -1,24 +1,72 @@
 """The logs of a run as they were written, whole or while they grow."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self, TypedDict
 
+import msgspec
+
+from gossipdp.gossip.counters import decode
 from gossipdp.observe.log import (
     FILE_PATTERN,
     CountsRecord,
-    LogReader,
     ProcessEndRecord,
     Record,
     StartRecord,
     Value,
+    check_first,
 )
 from gossipdp.protocol.actions import Notice
+
+
+class KnownConfiguration(TypedDict, total=False):
+    """The part of a configuration that the page computes with."""
+
+    comm_rate: float | Literal["auto"]
+    parameters: int
+
+
+class LogReader:
+    """A reader of one worker's log, also while it grows; the file need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = self._num_lines = 0
+
+    def read_new(self) -> list[Record]:
+        """Return the records that were completed since the last call.
+
+        The first one of all is a start record. A last line that is cut short (its writer was
+        killed) or half written is left out.
+
+        Raises:
+            ValueError: a line is no record, or another version wrote them.
+        """
+        records: list[Record] = []
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                content = file.read()
+        except FileNotFoundError:
+            return records
+        num_bytes = content.rfind(b"\n") + 1
+        self._position += num_bytes
+        for line in content[:num_bytes].splitlines():
+            self._num_lines += 1
+            try:
+                record: Record = decode(line, Record)  # type: ignore[arg-type]
+                if isinstance(record, StartRecord):
+                    msgspec.convert(record.configuration, KnownConfiguration)
+            except (ValueError, msgspec.ValidationError) as error:
+                place = f"{self._path}, line {self._num_lines}"
+                raise ValueError(f"{place} is no record of a run log: {error}") from error
+            if self._num_lines == 1:  # other versions have other records on the next line
+                check_first(self._path, record)
+            records.append(record)
+        return records
 
 
 @dataclass

@@ -45,16 +45,18 @@ class ProtocolChecks:
 
     def check(self, worker: WorkerProtocol) -> None:
         pairing, rate, progress = worker.pairing, worker.exchange_rate, worker.progress
-        state, parked = pairing.state, pairing._parked
+        state, parked, clock = pairing.state, pairing._parked, worker.clock
         peers = {*pairing.available, *parked, *pairing._refused, *pairing._resting}
         peers |= {pairing.freed} - {None}
         peers |= set() if isinstance(state, Idle) else {state.peer}
         is_free = isinstance(state, Idle) and pairing.answers and pairing.freed is None
-        is_open = not worker._closed_for and not worker._is_spent
+        asked = worker.peers._links.get(state.peer) if isinstance(state, Proposing) else None
+        has_slept = worker.peers._awake_since > -math.inf  # and forgot when it had asked
+        is_timed = asked is None or has_slept or state.id in dict(asked.proposed)
         counts = (
             *(progress.version, progress.total_samples, progress.total_steps),
             *(worker.membership.version, worker.incarnation),
-            *(worker.clock.steps, worker.clock.num_ticks, worker.proposals_unanswered),
+            *(clock.steps, clock.num_ticks, worker.proposals_unanswered),
             *(worker.exchanges_initiated, worker.exchanges_answered, worker.exchanges_failed),
         )
         before = self._counts.get(worker, counts)
@@ -65,12 +67,15 @@ class ProtocolChecks:
                 not parked or (isinstance(state, Proposing) and max(parked) < worker.rank),
             ),
             ("who is free forgets no waiter", not (is_free and pairing._refused)),
-            ("who has no reason to be closed is open", pairing.answers == is_open),
+            ("who has no reason to be closed is open", pairing.answers == (not worker._closed_for)),
             ("nothing is kept of a lost link", all(peer in worker.peers for peer in peers)),
             ("the available can exchange", all(map(partial(_can, worker), pairing.available))),
             ("counts never fall", all(map(ge, counts, before))),
             ("demands are bounded", 0 <= pairing.backlog <= MAX_BACKLOG),
+            ("an answer is timed", is_timed),
+            ("a clock ticks as its worker wants", clock._rate == worker._wanted_rate / 2),
             ("what is owed is bounded", -MOST_AHEAD <= worker._owed <= MOST_OWED),
+            ("a rate follows the steps", rate is None or rate._step_s == clock.step_seconds),
             ("a rate is bounded", rate is None or 0.0 < rate.rate <= CEILING),
             ("tokens are bounded", rate is None or 0.0 <= rate._tokens <= BURST),
         ):
@@ -158,9 +163,8 @@ class Invariants:
                 exchanged_s=network.engine.now, steps_before=self._ledger.steps[rank]
             )
         known, taken = worker.progress.total_steps, self._ledger.total_steps
-        if known > taken:
-            told = f"{known} steps are known, {taken} were taken"
-            raise self._broken("progress never exceeds the truth", rank, told)
+        told = f"{known} steps are known, {taken} were taken"
+        self._expect(known <= taken, "progress never exceeds the truth", rank, told)
         self._check_hunger(rank, worker, seen)
         state, running = worker.pairing.state, network.running(rank)
         id = state.id if isinstance(state, Exchanging) else None
@@ -209,12 +213,10 @@ class Invariants:
             seen.hungry_since_s = math.inf
             return
         seen.hungry_since_s = min(seen.hungry_since_s, now)
-        hungry_s = now - seen.hungry_since_s
-        if hungry_s > self._longest_hunger_s:
+        if (hungry_s := now - seen.hungry_since_s) > self._longest_hunger_s:
             state = f"it is {pairing.state}, open to {sorted(pairing.available)}"
-            raise self._broken(
-                NO_DEADLOCK, rank, f"a demand unserved for {hungry_s:.3f} s; {state}"
-            )
+            details = f"a demand unserved for {hungry_s:.3f} s; {state}"
+            raise self._broken(NO_DEADLOCK, rank, details)
 
     # --- in the end ------------------------------------------------------------------------
 
@@ -250,13 +252,10 @@ class Invariants:
                 seen = self._seen[worker]
                 demands = worker.neighbourhood.place.worker_rate * within_s / self._step_s
                 pairing = worker.pairing
-                self._expect(
-                    len(live) == 1 or seen.exchanged_s > since_s or demands < MANY_DEMANDS,
-                    NO_DEADLOCK,
-                    rank,
-                    f"no exchange since {seen.exchanged_s}; it is {pairing.state}, open to "
-                    f"{sorted(pairing.available)}",
-                )
+                has_eaten = len(live) == 1 or seen.exchanged_s > since_s or demands < MANY_DEMANDS
+                state = f"it is {pairing.state}, open to {sorted(pairing.available)}"
+                details = f"no exchange since {seen.exchanged_s}; {state}"
+                self._expect(has_eaten, NO_DEADLOCK, rank, details)
         except InvariantBroken as broken:
             return broken
         return None

@@ -1,6 +1,8 @@
+import io
 import logging
 import math
 import os
+import sys
 
 import pytest
 from run_processes import run_python
@@ -71,27 +73,36 @@ def test_options_end_where_the_script_begins(words, options, script):
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("command", "error", "status"),
     [
-        (RefusedError("graph differs"), 1),
-        (RendezvousError("port 5 is in use"), 2),
-        (FileNotFoundError("no file x"), 2),
-        (KeyboardInterrupt(), 130),
-        (ValueError("from beneath us"), None),  # a bug, as this module is not gossipdp's
+        ("run", RefusedError("graph differs"), 1),
+        ("run", RendezvousError("port 5 is in use"), 2),
+        ("run", FileNotFoundError("no file x"), 2),
+        ("run", KeyboardInterrupt(), 130),
+        ("run", BrokenPipeError(), 1),
+        ("run", ValueError("from beneath us"), None),  # a bug, as this module is not gossipdp's
+        ("run", ModuleNotFoundError(name="matplotlib"), None),
+        ("report", ModuleNotFoundError(name="gossipdp_lab.gone"), None),
+        ("report", ModuleNotFoundError(name="matplotlib.pyplot"), 2),
     ],
 )
-def test_an_error_is_one_line(error, status, monkeypatch, capsys):
-    def fail(arguments: RunArguments) -> int:
+def test_an_error_is_one_line(command, error, status, monkeypatch):
+    def fail(arguments: object) -> int:
         raise error
 
-    monkeypatch.setattr(run_command, "run", fail)
-    words = ["-n", "2", "x.py"]
+    options = ["logs"] if command == "report" else ["-n", "2", "x.py"]
+    monkeypatch.setattr(sys, "stderr", shown := io.StringIO())
+    monkeypatch.setattr(f"{COMMANDS[command]}.run", fail)
     if status is None:
         with pytest.raises(type(error)):
-            main(["run", *words])
+            main([command, *options])
         return
-    assert main(["run", *words]) == status
-    assert capsys.readouterr().err.count("\n") == 1
+    assert main([command, *options]) == status
+    if isinstance(error, BrokenPipeError):
+        assert shown.closed, "nor does Python say at exit that it cannot write"
+        return
+    assert shown.getvalue().count("\n") == 1
+    assert command == "run" or " matplotlib is not installed: pip" in shown.getvalue()
     if isinstance(error, RefusedError):
         with pytest.raises(RefusedError):
-            main(["run", "--log-level", "debug", *words])
+            main([command, "--log-level", "debug", *options])

@@ -64,18 +64,14 @@ MISTAKES = [
     ("run --join a --secret-file secret train.py", "--join is 'a'; write HOST:PORT"),
     ("run -n 2 --secret-file nowhere train.py", "--secret-file nowhere cannot be read: No such"),
     ("run -n 2 --secret-file short train.py", "short has 4 bytes; give at least 16"),
-    ("run -n 2 --status-port 70000 train.py", "--status-port is 70000; it must be in 0..65535"),
+    ("run -n 2 --status-port 65536 train.py", "--status-port is 65536; it must be in 0..65535"),
     ("run -n 2 --faults 'kil 1' train.py", "--faults: 'kil 1': 'kil' is no fault; write kill ["),
     ("run -n 4 --nproc-per-replica 2 --faults 'kill 2' train.py", "no rank 2 among 2 workers"),
     ("run -n 2 --tls . train.py", "cert.pem: No such file or directory; gossipdp tls-init DIR"),
     # plan
     ("plan", "pass --workers"),
     ("plan --workers 4 --graph rign", "do you mean ring?"),
-    ("plan --workers 4 --comm-rate 0", "comm rate 0.0 is not"),
-    (
-        "plan --graph ring --workers 4 --comm-rate 1e300",
-        "comm rate 1e+300 is not a positive number of ordinary size",
-    ),
+    ("plan --graph ring --workers 4 --comm-rate 1e300", "comm rate 1e+300 is not a positive"),
     # demo
     ("demo --faults 'slow 2'", "--faults: 'slow 2': say how many times slower: 4x"),
     ("demo --faults 'kill 0 at 5s' --method allreduce", "--method allreduce"),

@@ -1,5 +1,3 @@
-"""``gossipdp plan``, and ``gossipdp tls-init``."""
-
 import json
 from typing import get_args
 

@@ -1,5 +1,3 @@
-"""The options of ``gossipdp run``, beside the variables that a launcher has set."""
-
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -116,6 +114,10 @@ def test_a_worker_inherits_nothing_of_another_launcher(script, monkeypatch):
         assert variables["RANK"] == "0"
         raise StartedError
 
+    make, kept = local.Spares, list[int]()
+    monkeypatch.setattr(local, "Spares", lambda *of: kept.append(of[2]) or make(*of))
     monkeypatch.setattr(local, "ScriptWorker", start)
+    options = {"workers": 4, "nproc_per_replica": 2, "max_restarts": 3, "spares": 2}
     with pytest.raises(StartedError):
-        run(RunArguments(workers=2, script=(script,)))
+        run(RunArguments(**options, script=(script,)))
+    assert kept == [4], "one for each process of two replicas"

@@ -1,5 +1,3 @@
-"""``gossipdp top``: what it draws, when it ends, and mistakes in the call."""
-
 import dataclasses
 import io
 import json
@@ -186,9 +184,9 @@ def test_facts_of_the_run_are_left_out_rather_than_cut(width, num_facts):
 
 
 def test_of_too_many_workers_those_that_are_ill_are_shown():
-    many = job(60, {17: "slow", 50: "lost"})
+    many = job(60, {17: "slow", 50: "lost"}, budget_samples=1_200_000)
     lines = drawn(many, 120, 24)
-    assert len(lines) <= 24
+    assert len(lines) == 24
     shown = [int(line.split()[0]) for line in lines if line[:1].isdigit() and "1.23 s" in line]
     assert {17, 50} < set(shown)
     assert shown == sorted(shown)

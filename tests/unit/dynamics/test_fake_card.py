@@ -48,9 +48,8 @@ def test_events_of_chunks(dtype, has_momenta):
             chunk.boundary(theta + 0.02)
             chunk.exchange(theta + 0.03, mine, peers, 1.5)
     state.boundary(1.0, wait=True)
-    state.flow(2.0)
     for segment in state.segments:
-        segment.copy()
+        segment.copy(2.0)
         segment.forget(1, 3)
         segment.swap(segment.x.clone())
     for chunk in state.all_chunks:
@@ -126,22 +125,26 @@ def test_the_launches_and_waits_of_a_model_of_a_billion_parameters(card):
             chunk.snapshot(theta, mine)
             chunk.exchange(theta, mine, peers, 1.5)
 
-    def cost(use: Callable[[], object]) -> tuple[int, int]:
-        """Return the launches of all chunks of the model, and the host's waits."""
-        before = card.num_launches, card.num_waits
+    def cost(use: Callable[[], object]) -> tuple[int, ...]:
+        """Return the launches of all chunks of the model, the host's waits, and the events."""
+        card.num_launches = card.num_waits = card.num_events = 0
         use()
-        launches, waits = card.num_launches - before[0], card.num_waits - before[1]
-        return tuple(n if n < 3 else n // 3 * num_chunks for n in (launches, waits))
+        numbers = card.num_launches, card.num_waits, card.num_events
+        return tuple(n if n < 4 else n // 3 * num_chunks for n in numbers)
 
     exchange(0.1)  # makes scratch and slots
     assert num_chunks == 120
-    # Launches: x and the inbox, in one run. The host waits for the boundary before alone.
-    assert cost(lambda: state.boundary(0.2)) == (2, 1)
-    assert cost(lambda: state.boundary(0.2)) == (0, 0)
+    # Launches: x and the inbox, in one run. The host waits for the boundary before alone. Events:
+    # the gossip thread's and the wait for it, and the boundary's own.
+    assert cost(lambda: state.boundary(0.2)) == (2, 1, 3)
+    assert cost(lambda: state.boundary(0.2)) == (0, 0, 0)
     # Launches: three for the snapshot, its sum, their ways out; the peer's way in, the difference
     # and its norm, the flow, pending, two for c. Waits: for the snapshot's arrival, for
-    # the norm, and for a slot, which has long been free.
-    assert cost(lambda: exchange(0.3)) == (13 * num_chunks, 3 * num_chunks)
+    # the norm, and for a slot, which has long been free. Events: of both holders of the lock, the
+    # wait for the one before and its own; of the snapshot; and of the slot.
+    assert cost(lambda: exchange(0.3)) == (13 * num_chunks, 3 * num_chunks, 6 * num_chunks)
+    # No time has passed: neither the snapshot nor pending flows.
+    assert cost(lambda: exchange(0.3)) == (11 * num_chunks, 3 * num_chunks, 6 * num_chunks)
     # The gossip thread waits for all its work before it ends: rule 4.
     card.finishes.clear()
     with state.device.gossip_thread():

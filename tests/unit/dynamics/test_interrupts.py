@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from clocked_device import HostAsCard
 from torch import Tensor
 
 from gossipdp.dynamics.chunks import BufferChunk, Chunk, Moment, MomentChunk, Role
-from gossipdp.dynamics.device import Mark, QueuedDevice
+from gossipdp.dynamics.device import Mark
 from gossipdp.dynamics.inboxes import InboxChunk
 from gossipdp.dynamics.state import Segment, State
 
@@ -82,7 +83,7 @@ class WatchedMark(Mark):
         self.is_open = True
 
 
-class AtOnce(QueuedDevice):
+class AtOnce(HostAsCard):
     """Works at once, and watches that its locks' holders are in order."""
 
     def __init__(self) -> None:
@@ -97,17 +98,10 @@ class AtOnce(QueuedDevice):
     def finish(self) -> None:
         self.num_finished += 1
 
-    def follow_gossip(self) -> None: ...
-
     def finish_all(self) -> None:
         self.num_finished += 1
         for mark in self.marks:
             mark.is_open = False
-
-    pinned = room = is_pinned = None  # type: ignore[assignment]  # a boundary calls none of them
-
-    def holds(self, values: Tensor) -> bool:
-        return True
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -118,12 +112,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "compiled bfloat16": {"kernels": "numba", "dtype": torch.bfloat16},
     "buffers": {"role": Role.BUFFER},
     "moments": {"role": Role.MOMENT},
+    "moments of an optimizer that was reset": {"role": Role.MOMENT, "steps": 0},
     "inboxes": {"is_ordered": True},
     "inboxes of bfloat16": {"is_ordered": True, "dtype": torch.bfloat16},
     "helped": {"kernels": "numba", "num_helpers": 2},
 }
-
-
 STATE = {"x", "pending", "c", "theta", "theta_c", "has_pending", "seen", "weight"}
 
 
@@ -141,10 +134,11 @@ class World:
         is_ordered: bool = False,
         num_helpers: int = 0,
         wait: bool = False,
+        steps: int = 1,
     ) -> None:
         generator = torch.Generator().manual_seed(1)
         num_chunks = 6 if num_helpers else 2
-        moment = Moment("exp_avg_sq", 1, 0.5, steps=1) if role is Role.MOMENT else None
+        moment = Moment("exp_avg_sq", 1, 0.5, steps) if role is Role.MOMENT else None
         values = torch.rand(8 * num_chunks, generator=generator).to(dtype)
         segment = Segment(values, role, moment=moment, chunk_bytes=8 * dtype.itemsize)
         self.device = AtOnce() if is_ordered else None
@@ -192,16 +186,6 @@ class World:
                 chunk.is_taken = False
 
 
-def z_of(chunk: Chunk) -> Tensor:
-    """Return z in float64: neither flow nor boundary changes it."""
-    z = chunk._brought().double() + getattr(chunk, "weight", 1.0) * chunk.x.double()
-    if isinstance(chunk, BufferChunk):
-        z -= chunk.seen.double()
-    if chunk.c is not None:
-        z += 0.5 * math.exp(-2.0 * (chunk.theta - chunk.theta_c)) * chunk.c.double()
-    return z
-
-
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(
         torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name]
@@ -227,11 +211,7 @@ def test_wherever_a_boundary_is_interrupted_it_is_done_or_not_done(monkeypatch, 
     with world_of(monkeypatch, SHAPES[name]) as world:
         world.boundary()
         done = world.held()
-        expected = None if SHAPES[name].get("role") else [z_of(chunk) for chunk in world.chunks]
         world.restore()
-        if expected is not None and world.theta != math.inf:
-            for chunk, z in zip(world.chunks, expected, strict=True):
-                torch.testing.assert_close(z_of(chunk), z, atol=1e-6, rtol=0)
         num_interrupts, num_short, outcomes = 0, 0, set()
         # Handlers run where calls return and loops jump back: few bytecodes apart lies one.
         for number in range(1, 5000, 1 if name == "plain" else 3):
@@ -269,19 +249,21 @@ def test_an_interrupt_leaves_the_lock_of_a_chunk_in_use_to_its_holder(monkeypatc
             world.restore()
 
 
-def test_an_interrupted_boundary_waits_for_its_helpers(monkeypatch):
-    """A helper that went on would write parameters beside their next user."""
+@pytest.mark.parametrize("delays_s", [(0.05, 0.2), (0.2, 0.05)])
+def test_an_interrupted_boundary_waits_for_its_helpers(monkeypatch, delays_s):
+    """A helper that went on would write parameters beside their next user. Either may be last."""
     with world_of(monkeypatch, SHAPES["helped"]) as world:
-        main, helped, goes_on = threading.get_ident(), threading.Event(), threading.Event()
-        ended = []
-        original = Chunk.boundary
+        main, all_are_in = threading.get_ident(), threading.Barrier(3, timeout=30)
+        goes_on, ended = [threading.Event() for _ in delays_s], []
+        original, waiting = Chunk.boundary, iter(goes_on)
 
         def boundary(chunk: Chunk, theta: float, *, wait: bool) -> bool:
             if threading.get_ident() == main:
-                assert helped.wait(30)
+                all_are_in.wait()
                 signal.raise_signal(signal.SIGINT)
-            helped.set()
-            assert goes_on.wait(30)
+            own = next(waiting)
+            all_are_in.wait()
+            assert own.wait(30)
             outcome = original(chunk, theta, wait=wait)
             ended.append(chunk)
             return outcome
@@ -289,7 +271,8 @@ def test_an_interrupted_boundary_waits_for_its_helpers(monkeypatch):
         monkeypatch.setattr(Chunk, "boundary", boundary)
 
         def interrupt(*_: object) -> None:
-            threading.Timer(0.05, goes_on.set).start()
+            for event, delay_s in zip(goes_on, delays_s, strict=True):
+                threading.Timer(delay_s, event.set).start()
             raise KeyboardInterrupt
 
         before = signal.signal(signal.SIGINT, interrupt)
@@ -298,7 +281,6 @@ def test_an_interrupted_boundary_waits_for_its_helpers(monkeypatch):
                 world.boundary()
         finally:
             signal.signal(signal.SIGINT, before)
-        assert ended
-        num_ended = len(ended)
+        assert len(ended) == 2
         world.state.end_helpers()
-        assert len(ended) == num_ended, "none goes on"
+        assert len(ended) == 2, "none goes on"

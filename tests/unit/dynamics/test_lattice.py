@@ -97,6 +97,12 @@ def test_one_value_beyond_reach_is_found_out():
         assert not code(x, y, exponents)[1], steps_off
 
 
+def test_the_weights_are_made_of_splitmix64_s_numbers():
+    """Both ends need the same. These are the upper halves of the first three, as published."""
+    upper = 0xE220A839, 0x6E789E6A, 0x06C45D18
+    assert lattice.weights()[:3].tolist() == [(each | 1) - 2**31 for each in upper]
+
+
 @pytest.mark.parametrize("wraps", [(1, -1, -1, 1), (1, -2, 1), (1, -1), (256, -256)])
 def test_wraps_side_by_side_do_not_cancel(wraps):
     """Neighbours of a block in turn: what weights of 2i + 1 miss."""
@@ -182,12 +188,8 @@ def test_steps_grow_at_once_and_shrink_slowly():
     assert steps.exponents().tolist() == [-23, -23]
     steps.learn(ALL, 1000 * distances, size)
     assert steps.exponents()[1] == 5
-
-
-def test_after_a_repeat_the_step_covers_what_bfloat16_may_hide():
-    steps = LatticeSteps(1)
-    steps.learn(ALL, torch.zeros(1), torch.tensor([3.0]), is_rounded=True)
-    assert 127 * 2.0 ** int(steps.exponents()[0]) > 4 * 3 * 2**-8
+    steps.learn(ALL, torch.zeros(2), 3.0 * size, is_rounded=True)
+    assert 127 * 2.0 ** int(steps.exponents()[0]) > 4 * 3 * 2**-8, "what bfloat16 may hide"
 
 
 @pytest.mark.parametrize("size", [1.0, 3e38])

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from reference import MomentumState
 from torch import Tensor
 
-from gossipdp.dynamics import update
 from gossipdp.dynamics.chunks import Chunk, Role
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.dynamics.update import KERNELS, LEAST_COMPILED_VALUES, choose_kernels
@@ -23,47 +22,24 @@ POISON = (math.nan, math.inf, -math.inf)
 
 each_precision = pytest.mark.parametrize(("dtype", "wire"), PRECISIONS)
 each_momentum = pytest.mark.parametrize("momentum", [True, False])
-each_decay = pytest.mark.parametrize("decay", [1.0, 0.7, 0.0])
-
-
-class Computes:
-    """The events of ``update`` on a chunk, by one of the two that compute them."""
-
-    def __init__(self, name: str) -> None:
-        self.options = {"compiled": name == "numba"}
-
-    def snapshot(self, chunk: Chunk, out: Tensor, decay: float) -> bool:
-        share, _ = flow_of(decay)
-        state = chunk.x, chunk.pending, chunk.c
-        found = update.snapshot(out, *state, share, **self.options)
-        return found if isinstance(found, bool) else update.is_finite(out, found)
-
-    def exchange(
-        self, chunk: Chunk, mine: Tensor, peers: Tensor, decay: float, alpha_tilde: float
-    ) -> float:
-        numbers = *flow_of(decay), alpha_tilde
-        return update.exchange(chunk.pending, chunk.c, mine, peers, *numbers, **self.options)
-
-    def boundary(self, chunk: Chunk, decay: float) -> None:
-        share, _ = flow_of(decay)
-        made = update.boundary_operations(chunk.x, chunk.pending, chunk.c, share, **self.options)
-        update.at_once(*made)
-
-
-def flow_of(decay: float) -> tuple[float, float]:
-    """Return the share and what is left of a flow that begins where c was written."""
-    return 0.5 * (1.0 - decay), decay
+each_phase = pytest.mark.parametrize("theta", [0.0, 0.2, math.inf])
 
 
 @pytest.fixture(params=KERNELS)
-def computes(request: pytest.FixtureRequest) -> Computes:
-    return Computes(request.param)
+def kernels(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
-def random_chunk(length: int, seed: int, dtype: torch.dtype, momentum: bool = True) -> Chunk:
+def random_chunk(
+    kernels: str, length: int, seed: int, dtype: torch.dtype, momentum: bool = True
+) -> Chunk:
+    """Return a chunk at phase 0, where its momentum was written."""
     generator = torch.Generator().manual_seed(seed)
     x, pending, c = (torch.randn(length, generator=generator) for _ in range(3))
-    return Chunk(Role.TRAINED, x.to(dtype), pending, c if momentum else None)
+    chunk = Chunk(Role.TRAINED, x.to(dtype), pending, c if momentum else None)
+    chunk.is_compiled = kernels == "numba"
+    chunk.has_pending, chunk.theta_c = True, 0.0
+    return chunk
 
 
 def copy_of(chunk: Chunk) -> Chunk:
@@ -99,26 +75,22 @@ def assert_close(chunk: Chunk, expected: MomentumState, left: float = 1.0) -> No
         assert torch.allclose(found.c, expected.c, atol=1e-5, rtol=0)
 
 
-def flowed(state: MomentumState, decay: float) -> MomentumState:
-    return state.flow(1.0, math.inf if decay == 0.0 else -0.5 * math.log(decay))
-
-
 @each_precision
 @each_momentum
-@each_decay
-def test_an_exchange_is_the_reference_s(computes, dtype, wire, momentum, decay):
+@each_phase
+def test_an_exchange_is_the_reference_s(kernels, dtype, wire, momentum, theta):
     for length in LENGTHS:
-        chunk = random_chunk(length, length, dtype, momentum)
-        expected = flowed(reference_of(chunk), decay)
+        chunk = random_chunk(kernels, length, length, dtype, momentum)
+        expected = reference_of(chunk).flow(1.0, theta)
         mine, peers = torch.empty(length, dtype=wire), snapshot_of(length, 7, wire)
         before = copy_of(chunk)
-        assert computes.snapshot(chunk, mine, decay)
+        assert chunk.snapshot(theta, mine)
         assert same_bits(chunk, before)
         assert torch.allclose(
             mine.double(), expected.x, atol=1e-5, rtol=2**-8 if wire is torch.bfloat16 else 0
         )
         delta = mine.double() - peers.double()
-        squared_norm = computes.exchange(chunk, mine, peers, decay, ALPHA_TILDE)
+        squared_norm = chunk.exchange(theta, mine, peers, ALPHA_TILDE)
         assert squared_norm == pytest.approx(float(delta.square().sum()), rel=1e-5)
         assert_close(chunk, expected.exchange(delta, ALPHA_TILDE))
         assert torch.equal(chunk.x, before.x)
@@ -126,13 +98,13 @@ def test_an_exchange_is_the_reference_s(computes, dtype, wire, momentum, decay):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @each_momentum
-@each_decay
-def test_a_boundary_moves_everything_and_keeps_the_remainder(computes, dtype, momentum, decay):
+@each_phase
+def test_a_boundary_moves_everything_and_keeps_the_remainder(kernels, dtype, momentum, theta):
     for length in LENGTHS:
-        chunk = random_chunk(length, length, dtype, momentum)
-        expected = flowed(reference_of(chunk), decay)
-        computes.boundary(chunk, decay)
-        assert_close(chunk, expected, left=decay)
+        chunk = random_chunk(kernels, length, length, dtype, momentum)
+        expected = reference_of(chunk).flow(1.0, theta)
+        assert chunk.boundary(theta)
+        assert_close(chunk, expected, left=math.exp(-2.0 * theta))
         if dtype is torch.float32:
             assert not chunk.pending.any()
         else:
@@ -146,16 +118,15 @@ def test_a_boundary_moves_everything_and_keeps_the_remainder(computes, dtype, mo
 @given(seed=st.integers(0, 10**6), alpha_tilde=st.floats(0.6, 40.0))
 def test_both_ends_apply_exact_negatives(names, dtype, wire, seed, alpha_tilde):
     """Whatever each end computes with: what one adds to c and pending, the other takes away."""
-    ends = [Computes(name) for name in names]
-    chunks = [random_chunk(MOST, seed + end, dtype) for end in range(2)]
+    chunks = [random_chunk(name, MOST, seed + end, dtype) for end, name in enumerate(names)]
     chunks[0].x.mul_(1e3)  # of different size, so that every rounding shows
-    snapshots = [torch.empty(MOST, dtype=wire) for _ in ends]
-    for one, chunk, snapshot in zip(ends, chunks, snapshots, strict=True):
-        one.snapshot(chunk, snapshot, 0.8)
+    snapshots = [torch.empty(MOST, dtype=wire) for _ in chunks]
+    for chunk, snapshot in zip(chunks, snapshots, strict=True):
+        chunk.snapshot(0.1, snapshot)
         for tensor in tensors(chunk)[1:]:
             tensor.zero_()
-    ends[0].exchange(chunks[0], *snapshots, 1.0, alpha_tilde)
-    ends[1].exchange(chunks[1], *snapshots[::-1], 1.0, alpha_tilde)
+    chunks[0].exchange(0.0, *snapshots, alpha_tilde)
+    chunks[1].exchange(0.0, *snapshots[::-1], alpha_tilde)
     for ours, theirs in zip(tensors(chunks[0])[1:], tensors(chunks[1])[1:], strict=True):
         assert ours.any()
         assert torch.equal(ours, -theirs)
@@ -171,13 +142,12 @@ def test_both_ends_apply_exact_negatives(names, dtype, wire, seed, alpha_tilde):
 )
 def test_a_peer_s_poison_is_not_applied(name, wire, length, place, case):
     momentum, value = case
-    computes = Computes(name)
-    chunk = random_chunk(length, 3, torch.float32, momentum)
+    chunk = random_chunk(name, length, 3, torch.float32, momentum)
     before = copy_of(chunk)
     mine, peers = torch.empty(length, dtype=wire), snapshot_of(length, 7, wire)
     peers[place % length] = value
-    assert computes.snapshot(chunk, mine, 0.7)
-    assert not math.isfinite(computes.exchange(chunk, mine, peers, 0.7, ALPHA_TILDE))
+    assert chunk.snapshot(0.2, mine)
+    assert not math.isfinite(chunk.exchange(0.2, mine, peers, ALPHA_TILDE))
     assert same_bits(chunk, before)
 
 
@@ -185,24 +155,25 @@ def test_a_peer_s_poison_is_not_applied(name, wire, length, place, case):
     ("dtype", "wire", "where"),
     [(*each, where) for each, where in zip(PRECISIONS, ("c", "x", "pending"), strict=True)],
 )
-def test_our_own_poison_is_found_and_not_applied(computes, dtype, wire, where):
+def test_our_own_poison_is_found_and_not_applied(kernels, dtype, wire, where):
     for place, value in zip((0, 500, MOST - 1), POISON, strict=True):
-        chunk = random_chunk(MOST, 3, dtype)
+        chunk = random_chunk(kernels, MOST, 3, dtype)
         getattr(chunk, where)[place] = value
         before = copy_of(chunk)
         out, peers = torch.empty(MOST, dtype=wire), snapshot_of(MOST, 7, wire)
-        assert not computes.snapshot(chunk, out, 0.7)
-        assert not math.isfinite(computes.exchange(chunk, out, peers, 0.7, ALPHA_TILDE))
+        assert not chunk.snapshot(0.2, out)
+        assert not math.isfinite(chunk.exchange(0.2, out, peers, ALPHA_TILDE))
         assert torch.isfinite(out).sum() == MOST - 1
         assert same_bits(chunk, before)
 
 
-def test_large_values_are_no_poison_until_their_difference_is(computes):
+def test_large_values_are_no_poison_until_their_difference_is(kernels):
     """Squares beyond float32 are applied, at both ends alike; an infinite delta by neither."""
     for size, is_applied in ((1e25, True), (1.7e38, True), (1.8e38, False)):
         mine = torch.full((MOST,), size)
         chunk = Chunk(Role.TRAINED, mine.clone(), torch.zeros(MOST), None)
-        norm = computes.exchange(chunk, mine, -mine, 1.0, 0.5)
+        chunk.is_compiled = kernels == "numba"
+        norm = chunk.exchange(0.0, mine, -mine, 0.5)
         assert math.isfinite(norm) is is_applied
         assert bool(chunk.pending.any()) is is_applied
         if is_applied:
@@ -217,7 +188,10 @@ def test_numba_rounds_to_bfloat16_as_torch_does(bits):
     values = torch.tensor(bits + ties, dtype=torch.int64).to(torch.uint32).view(torch.float32)
     chunk = Chunk(Role.TRAINED, values, torch.zeros_like(values), None)
     outs = [torch.empty(values.numel(), dtype=torch.bfloat16) for _ in KERNELS]
-    finite = [Computes(n).snapshot(chunk, out, 1.0) for n, out in zip(KERNELS, outs, strict=True)]
+    finite = []
+    for name, out in zip(KERNELS, outs, strict=True):
+        chunk.is_compiled = name == "numba"
+        finite.append(chunk.snapshot(0.0, out))
     assert finite[0] == finite[1]
     nans = [torch.isnan(out) for out in outs]
     assert torch.equal(*nans)
@@ -226,9 +200,9 @@ def test_numba_rounds_to_bfloat16_as_torch_does(bits):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_pending", [True, False])
-def test_a_chunk_that_took_nothing_flows_at_the_boundary(computes, dtype, has_pending):
-    chunk = random_chunk(MOST, 5, dtype)
-    chunk.is_compiled = computes.options["compiled"]
+def test_a_chunk_that_took_nothing_flows_at_the_boundary(kernels, dtype, has_pending):
+    chunk = copy_of(random_chunk(kernels, MOST, 5, dtype))
+    chunk.is_compiled = kernels == "numba"
     if not has_pending:
         chunk.pending.zero_()
     chunk.restored()
@@ -236,7 +210,7 @@ def test_a_chunk_that_took_nothing_flows_at_the_boundary(computes, dtype, has_pe
     mine, peers = torch.zeros(MOST), torch.full((MOST,), math.nan)
     assert not math.isfinite(chunk.exchange(0.3, mine, peers, ALPHA_TILDE))
     assert chunk.theta == 0.0
-    expected = flowed(reference_of(chunk), math.exp(-0.6))
+    expected = reference_of(chunk).flow(1.0, 0.3)
     chunk.boundary(0.3)
     assert_close(chunk, expected, left=math.exp(-0.6))
     assert dtype is torch.bfloat16 or not chunk.pending.any()

@@ -9,7 +9,7 @@ from links import MemoryLink
 
 from gossipdp.dynamics.chunks import Moment, Role
 from gossipdp.dynamics.state import Segment, State
-from gossipdp.gossip.codec import FORMATS, Codec, PoisonFound
+from gossipdp.gossip.codec import FORMATS, Codec, PoisonFound, tensor_bytes
 from gossipdp.gossip.exchange import Exchange
 from gossipdp.links.frames import HEADER_BYTES, ChunkKey, FrameType
 from gossipdp.protocol.messages import ExchangeId
@@ -43,10 +43,6 @@ def x_and_z(state: State) -> tuple[torch.Tensor, torch.Tensor]:
 def pair(name: str, make=make_state, **options):
     states = [make(seed, **options) for seed in (0, 1)]
     return states, [Codec(name, state) for state in states]
-
-
-def bytes_of(values: torch.Tensor) -> memoryview:
-    return values.view(torch.uint8).numpy().data
 
 
 def deliver(link: MemoryLink, to: Exchange) -> None:
@@ -205,8 +201,12 @@ def test_by_default_a_link_of_shared_memory_takes_values_and_any_other_codes(ini
     assert distances[-1] < 1e-3 * distances[0]
 
 
-def test_a_worker_whose_arrays_are_a_device_s_asks_for_values():
-    codec = Codec("auto", make_state(0))
+def test_a_worker_whose_arrays_are_a_device_s_asks_for_values(monkeypatch):
+    state, loaded = make_state(0), set()
+    monkeypatch.setattr("gossipdp.dynamics.update.compile_loops", lambda *of: loaded.add(of))
+    state.chunks[0].is_compiled = True
+    codec = Codec("auto", state)
+    assert loaded == {(torch.float32, wire) for wire in (torch.float32, torch.bfloat16)}
     assert not codec.chooses_code(is_shared=False), "it would compile in an exchange"
     codec.load()
     assert codec.chooses_code(is_shared=False)
@@ -305,6 +305,10 @@ def test_bytes_at_the_link(name):
         links, ends = exchange(states, codecs, Random(0))
         assert all(end.num_repeated == 0 for end in ends)
         assert links[0].bytes_sent / 60_000 == pytest.approx(num_bytes, rel=0.03)
+    states, codecs = pair(name, dtype=torch.float16, num_elements=100)
+    exchange(states, codecs, Random(0))  # which rounds no two bytes, but for a repeat
+    x, y = (present(state.segments[0]) for state in states)
+    assert torch.allclose(x, y, rtol=0, atol=2.0**-5 if name == "lattice8" else 1e-6)
 
 
 def test_a_slot_waits_for_the_repeat_in_it_though_its_chunk_is_closed():
@@ -382,7 +386,7 @@ def test_hostile_steps_and_codes_end_in_a_repeat_or_in_nothing_applied():
         end = Exchange(states[0], codec, links[0], ID, alpha_tilde=1.3, theta=0.0)
         end.pump()
         links[0].queue.clear()
-        land(end, frame_type, key, bytes_of(torch.full((len(steps),), step, dtype=torch.int8)))
+        land(end, frame_type, key, tensor_bytes(torch.full((len(steps),), step, dtype=torch.int8)))
         end.pump()
         assert [kind for kind, *_ in links[0].queue] == [CHUNK, CHUNK]
         land(end, CHUNK, first, Random(0).randbytes(72))
@@ -391,7 +395,7 @@ def test_hostile_steps_and_codes_end_in_a_repeat_or_in_nothing_applied():
         assert verdicts == [b"\x00"], "random bytes have not the checksum of what they decode to"
         assert torch.equal(x_and_z(states[0])[0], before)
         assert end.landing(FrameType.EXCHANGE_VERDICT, first) is None
-        infinite = bytes_of(torch.full((64,), math.inf, dtype=torch.bfloat16))
+        infinite = tensor_bytes(torch.full((64,), math.inf, dtype=torch.bfloat16))
         with pytest.raises(PoisonFound) as found:
             land(end, FrameType.EXCHANGE_REPEAT, first, infinite)
         assert not found.value.ours
@@ -399,12 +403,16 @@ def test_hostile_steps_and_codes_end_in_a_repeat_or_in_nothing_applied():
         links[0].queue.clear()
 
 
+@pytest.mark.parametrize("size", [64, 600])
 @pytest.mark.parametrize("name", FORMATS)
-def test_no_format_sends_poison(name):
+def test_no_format_sends_poison(name, size):
+    """In the larger chunk one block of the code is poisoned, and the other is not."""
     for seed in range(5):  # either half of the chunk comes first
-        states, codecs = pair(name)
+        states, codecs = pair(name, chunk_bytes=4 * size)
         states[0].segments[0].x[130] = math.nan
+        links, ends = start(states, codecs=codecs)
         with pytest.raises(PoisonFound) as found:
-            exchange(states, codecs, Random(seed))
+            run(links, ends, Random(seed))
         assert found.value.ours
+        assert ends[0]._num_encoded == 130 // size, "that chunk is never encoded"
         assert not torch.isnan(x_and_z(states[1])[0]).any()

@@ -1,5 +1,6 @@
 """Asking a run for its members, on a clock and a network of the test's own."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.gossip import joining
-from gossipdp.gossip.joining import MAX_ROUNDS_REFUSED, PAUSE_S, ask_members, has_ended
+from gossipdp.gossip.joining import MAX_ROUNDS_REFUSED, PAUSE_S, TURN_S, ask_members, has_ended
 from gossipdp.links.handshake import FIRST_VISITOR_RANK, Identity, Refusal
 from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.messages import AskMembers, Envelope, Members, decode, encode
@@ -27,9 +28,8 @@ class Network:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: bytes | Refusal | bool | None):
         self.now_s = BEGINS_S
-        self.num_rounds = 0
         self.fault = ""
-        self.ranks: set[int] = set()
+        self.ranks: list[int] = []  # of each round whose transport was closed
         self._answers = answers
         self.known_s = BEGINS_S  # when the second address is known
         monkeypatch.setattr(joining, "TcpTransport", self._transport)
@@ -41,8 +41,6 @@ class Network:
         assert self.now_s < BEGINS_S + TIMEOUT_S + 2 * PAUSE_S, "it asks for ever"
 
     def _transport(self, handler: Any, identity: Identity, *_: object, tls: None) -> Any:
-        self.num_rounds += 1
-        self.ranks.add(identity.rank)
         dials: list[tuple[str, int]] = []
 
         def poll(timeout_s: float) -> None:
@@ -55,7 +53,7 @@ class Network:
             dial=lambda peer, *address: dials.append(address),
             dial_fault=self.fault,
             poll=poll,
-            close=lambda: None,
+            close=partial(self.ranks.append, identity.rank),
         )
 
     def _end(self, handler: Any, address: tuple[str, int], answer: Any) -> None:
@@ -63,7 +61,7 @@ class Network:
             assert decode(data).message == AskMembers()
             handler.control(link, answer)
 
-        link = SimpleNamespace(send_control=control, close=lambda reason: None)
+        link = SimpleNamespace(send_control=control, close=partial(handler.link_down, None))
         match answer:
             case bytes():
                 handler.link_up(link)
@@ -82,7 +80,10 @@ class Network:
 
 @pytest.mark.parametrize(
     ("first", "known_s", "num_rounds"),
-    [(True, 0.0, 1), (b"no message", 0.0, 1), (None, 0.25, 1), (True, 0.25, 2)],
+    [
+        *((True, 0.0, 1), (b"no message", 0.0, 1), (None, 0.25, 1)),
+        *((True, 0.25, 2), (b"no message", 0.25, 2)),
+    ],
 )
 def test_an_address_that_becomes_known_is_dialled_at_once(monkeypatch, first, known_s, num_rounds):
     """The first worker stands still, has died, or says nonsense: any answer will do."""
@@ -90,7 +91,7 @@ def test_an_address_that_becomes_known_is_dialled_at_once(monkeypatch, first, kn
     network.known_s = BEGINS_S + known_s
     assert [each.rank for each in network.ask().members] == [0, 1]
     assert network.now_s < BEGINS_S + 1.0
-    assert network.num_rounds == num_rounds
+    assert len(network.ranks) == num_rounds
     assert min(network.ranks) >= FIRST_VISITOR_RANK
 
 
@@ -98,9 +99,11 @@ def test_all_addresses_of_a_name_are_dialled(monkeypatch):
     """There may be no route to the first; if the other refuses, no worker is there."""
     found = [(0, 0, 0, "", address) for address in ADDRESSES]
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
-    network = Network(monkeypatch, False, members())
+    network = Network(monkeypatch)
     network.known_s = BEGINS_S + TIMEOUT_S  # one name alone
-    assert [each.rank for each in network.ask().members] == [0, 1]
+    for answers in ((False, members()), (members(), False)):
+        network._answers = answers
+        assert [each.rank for each in network.ask().members] == [0, 1]
     network._answers = (False, True)
     with pytest.raises(RendezvousError, match="refused the connection"):
         network.ask()
@@ -123,7 +126,9 @@ def test_a_refusal_is_the_end(monkeypatch, answers, message, num_rounds):
     network = Network(monkeypatch, *answers)
     with pytest.raises((RefusedError, RendezvousError), match=message):
         network.ask()
-    assert network.num_rounds == num_rounds
+    assert len(network.ranks) == num_rounds
+    spent_s = num_rounds * TURN_S + (num_rounds - 1) * PAUSE_S
+    assert network.now_s == pytest.approx(BEGINS_S + spent_s)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The loop's part when something goes wrong, without a network."""
 
 import gc
+import itertools
 import math
 import weakref
 from collections.abc import Collection
@@ -25,6 +26,7 @@ from gossipdp.links.handshake import Refusal
 from gossipdp.links.link import BETWEEN_LINKS_S
 from gossipdp.protocol import messages as say
 from gossipdp.protocol.actions import Begin, Notice, Reach, Rebuilt, Send, Withdrawn
+from gossipdp.protocol.exchange_rate import ExchangeRate
 from gossipdp.protocol.members import Member, Status
 
 X = torch.arange(8.0)
@@ -102,10 +104,6 @@ class Worker:
         self.loop.control(link, say.encode(say.Envelope(proposal)))
         return [type(each) for each in link.said]
 
-    @property
-    def parameters(self) -> torch.Tensor:
-        return self.segment.x + self.segment.pending
-
 
 def test_nobody_exchanges_before_it_has_parameters():
     worker = Worker()
@@ -116,9 +114,17 @@ def test_nobody_exchanges_before_it_has_parameters():
     assert not worker.loop.transfers.has_state
 
 
-def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on():
-    """The phase stands still from its beginning to its end, and goes on from there."""
-    worker = Worker()
+def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on(monkeypatch):
+    """The phase stands still from its beginning to its end, and goes on from there.
+
+    What each takes of the processor counts towards the rate that the worker affords.
+    """
+    worker, taken = Worker(), list[tuple[float, float]]()
+    seconds = itertools.count(100.0, 0.25)
+    monkeypatch.setattr("time.thread_time", lambda: next(seconds))
+    worker.loop.protocol.exchange_rate = rate = ExchangeRate()
+    rate.took_processor = lambda *spent: taken.append(spent)
+    worker.loop.codec.busy_s = 7.0  # on earlier exchanges
     link, flowed_to = worker.links[1], 0.0
     gain, peers = 0.55, X.flip(0).contiguous()
     assert gain != worker.loop.protocol.neighbourhood.place.alpha_tilde
@@ -135,13 +141,24 @@ def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on()
         worker.loop.chunk(link, FrameType.EXCHANGE_CHUNK, key, room)
         worker.loop.writable(link)
         state = state.exchange(delta, gain)
-        torch.testing.assert_close(worker.parameters.double(), state.x, rtol=0.0, atol=1e-5)
+        x = worker.segment.x + worker.segment.pending
+        torch.testing.assert_close(x.double(), state.x, rtol=0.0, atol=1e-5)
         torch.testing.assert_close(worker.segment.c.double(), state.c, rtol=0.0, atol=1e-5)
         worker.loop.turn(0.0)
         done = worker.loop.snapshot.recent_exchanges[-1]
         assert done.half_squared_distance == pytest.approx(0.5 * float(delta.square().sum()))
+    assert taken == [(0.25, 0.0)] * 3
     assert theta > 0.0
     assert worker.phase.at(worker.now + 1.0) > theta
+
+
+def test_an_exchange_carries_the_moments_that_were_agreed_on(monkeypatch):
+    worker, agreed, carried = Worker(), list[tuple[int, ...]](), State.carried
+    monkeypatch.setattr(
+        State, "carried", lambda state, periods: agreed.append(periods) or carried(state, periods)
+    )
+    worker.loop.perform([Begin(1, say.ExchangeId(1, 0, 1), 0.6, (4, 8))])
+    assert agreed == [(4, 8)]
 
 
 def test_a_worker_that_finds_poison_in_itself_exchanges_no_more():
@@ -246,13 +263,12 @@ def test_an_exchange_ends_with_its_link_where_its_peer_only_beats(moves):
         worker.beat(1, moving=[] if moves == "nothing" else [link])
     assert (link.closed_for is not None) == (moves == "nothing")
     assert worker.loop.protocol.exchanges_failed == (moves == "nothing")
+    assert worker.loop.protocol.peers.last_heard(2) > worker.now - TIMEOUT_S / 2
 
 
 @pytest.mark.parametrize("moves", ["nothing", "bytes of a chunk"])
 def test_who_is_done_and_only_beats_is_left_out_of_the_average(moves):
-    """On a slow link a chunk takes many time-outs: bytes of it count, words do not, nor does one
-    that has begun and stands still.
-    """
+    """On a slow link bytes of a chunk count; words do not, nor does a chunk that stands still."""
     worker = Worker()
     protocol = worker.loop.protocol
     protocol.membership.merge_all(
@@ -299,9 +315,13 @@ def test_the_first_graph_of_a_worker_that_comes_back_is_dialled_at_once():
 
 def test_a_worker_whose_successor_is_linked_everywhere_is_told_so_by_refusals():
     """It slept while it was replaced: no news reaches it, since no worker lets it in."""
-    worker = Worker()
+    worker, dialled = Worker(), []
+    worker.loop.transport.dial = lambda *dial: dialled.append(dial)
     for link in worker.links.values():
         worker.loop.link_down(link, "closed by the peer")
+    worker.now = BETWEEN_LINKS_S
+    worker.loop.turn(0.0)
+    assert sorted(dialled) == [(peer, *worker.address(peer)) for peer in (1, 2)]
     refusal = Refusal("incarnation", "1", "0")
     worker.loop.refused(1, refusal)
     worker.loop.refused(2, refusal)

@@ -96,7 +96,7 @@ def test_what_a_container_may_not_use_is_not_idle(name, throttled, tmp_path, mon
             folder.with_name("cpu.stat").write_text(stat)
 
     tell(7000, 100, 30)
-    times_s = iter([1.0, 1.1])
+    times_s = iter([1.0, 1.1, 1.2])
     monkeypatch.setattr(processor.time, "process_time", lambda: next(times_s))
     monkeypatch.setattr(cores, "GROUPS", tmp_path / "groups")
     monkeypatch.setattr(cores, "OWN_GROUPS", tmp_path / "own")
@@ -111,3 +111,5 @@ def test_what_a_container_may_not_use_is_not_idle(name, throttled, tmp_path, mon
     assert found.thread == pytest.approx(0.2)
     # In the periods in which it was throttled it had 0.2 s of the 0.8 s that it wanted.
     assert found.ran == pytest.approx(1 - share * 0.75)
+    tell(7400, 120, 30 + 2 * throttled)
+    assert made.look(2.0).ran == 1.0, "it wanted nothing meanwhile"

@@ -38,14 +38,12 @@ class Member:
         self.averages = SimpleNamespace(sum_of=lambda name: None)
         self.result_landed = partial(self.tell, "result")
         self.chunk_finished = partial(self.tell, "finished")
-        self.num_poisoned = 0
+        self.poisoned: list[int] = []
         self.links: Any = {peer: MemoryLink(peer) for peer in range(3) if peer != rank}
         state = State([self.x, Segment(torch.tensor([3, 4]), Role.COPIED)])
         told: Any = self
-        self.sums = Sums(state, told, self.links, self.perform, lambda: 0.0, poisoned=self.poisoned)
-
-    def poisoned(self) -> None:
-        self.num_poisoned += 1
+        poisoned = partial(self.poisoned.append, rank)
+        self.sums = Sums(state, told, self.links, self.perform, lambda: 0.0, poisoned=poisoned)
 
     def begin(self, name: Epoch) -> None:
         blame = Blame(self.rank) if self.rank == 0 else None
@@ -131,10 +129,16 @@ def test_a_sum_that_is_sent_again_has_the_same_values():
     member = Member(1, torch.tensor([1.0, 2.0]))
     member.perform([do.SendPartial(0, EPOCH, 0)])
     member.x.x.add_(1.0)  # as it would, were it read again
+    member.lands(RESULT, 0, torch.ones(2))
     member.sums.link_lost(0)
+    assert (member.sums._queues, member.sums._rooms) == ({}, {})
     member.perform([do.SendPartial(0, EPOCH, 0)])
     sent = [(kind, key.index, bytes(payload)) for kind, key, payload in member.links[0].queue]
     assert sent == [(PARTIAL, 0, torch.tensor([1.0, 2.0]).numpy().tobytes())] * 2
+    member.perform([do.SendPartial(0, EPOCH, 1)])
+    for before, num_kept in ((0, 2), (2, 0)):
+        member.perform([do.Forget(EPOCH, before)])
+        assert len(member.sums._slots[EPOCH]) == num_kept
 
 
 @pytest.mark.parametrize("kind", [PARTIAL, RESULT])
@@ -169,7 +173,7 @@ def test_poison_of_its_own_or_of_a_sum_is_not_given(rank, x, action):
     ((word, said_of, reason),) = member.said
     assert (word, said_of) == ("cannot give", rank)
     assert reason.endswith("hold NaN or infinity")
-    assert member.num_poisoned == 1, "and it hears that itself"
+    assert member.poisoned == [rank], "and it hears that itself"
     assert not any(link.queue for link in member.links.values())
 
 

@@ -4,6 +4,7 @@ import math
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from calling_back import CallingLock
 from threadpoolctl import threadpool_info
 from waiting import LONGEST_S, wait_until
 
@@ -49,11 +51,7 @@ def test_steps_since_a_tick_came_due_are_counted(wake_at_step, behind):
 
 
 def until_there(background: Background[int], key: object, function: Callable[[], int]) -> int:
-    deadline_s = time.monotonic() + 30.0
-    while (found := background(key, function)) is None:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
-    return found
+    return wait_until(lambda: background(key, function), "it is worked out")
 
 
 def threads_of_blas() -> list[int]:
@@ -77,28 +75,19 @@ def test_graphs_are_worked_out_in_a_thread_of_their_own_and_the_newest_counts():
     assert background("second", lambda: 2) is None, "the first still runs"
     go_on.set()
     assert until_there(background, "second", lambda: 2) == 2
+    background.wake = lambda: time.sleep(0.1)
     assert until_there(background, "first", lambda: 3) == 3
+    background.close()
+    assert not background._thread.is_alive()
     assert ran_in == ["gossipdp-background"]
     assert set(blas) == {1}
-
-
-class Guard:
-    """A lock that says when a second thread waits for it."""
-
-    def __init__(self) -> None:
-        self.lock, self.is_awaited = threading.Lock(), threading.Event()
-
-    def __enter__(self) -> None:
-        if not self.lock.acquire(blocking=False):
-            self.is_awaited.set()
-            self.lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
+    with pytest.raises(OSError, match="no such device"):  # where it was asked for
+        until_there(background, "graph", fail)
 
 
 def test_blas_has_its_threads_back_though_two_graphs_are_worked_out_at_once(monkeypatch):
-    before, guard, go_on = threads_of_blas(), Guard(), threading.Event()
+    before, guard = threads_of_blas(), CallingLock()
+    go_on, is_awaited = threading.Event(), threading.Event()
     monkeypatch.setattr(threads, "_blas_guard", guard)
     one, other = (Background[int](one_blas_thread) for _ in range(2))
 
@@ -107,18 +96,14 @@ def test_blas_has_its_threads_back_though_two_graphs_are_worked_out_at_once(monk
         return 1
 
     assert one("first", first) is None
-    wait_until(guard.lock.locked, "the first is worked out")
+    wait_until(guard.locked, "the first is worked out")
+    guard.before = is_awaited.set
     assert other("second", lambda: 2) is None
-    assert guard.is_awaited.wait(LONGEST_S)
+    assert is_awaited.wait(LONGEST_S)
     go_on.set()
     assert until_there(other, "second", lambda: 2) == 2
     assert until_there(one, "first", first) == 1
     assert threads_of_blas() == before
-
-
-def test_what_goes_wrong_with_a_graph_is_raised_where_it_was_asked_for():
-    with pytest.raises(OSError, match="no such device"):
-        until_there(Background[int](), "graph", fail)
 
 
 @pytest.mark.parametrize("meets", ["before the wish", "the wish", "within the step", "the turn"])
@@ -129,30 +114,20 @@ def test_no_step_is_overlooked_however_two_threads_meet(meets):
     looked_at: list[tuple[int, float, float]] = []
     due: list[str] = []
 
-    class Loop:
-        protocol = SimpleNamespace(
-            rank=0, exchange_rate=None, step=lambda *step: looked_at.append(step)
-        )
-
-        def __init__(self) -> None:
-            self.protocol.clock = self
-            self.transport = SimpleNamespace(wake=lambda: woken.append(len(waits_s)))
-
-        def perform(self, _: object) -> None: ...
-
+    class Clock:
         @property
         def timed_from_step(self) -> float:
             meet("the wish")
             return 1.0
 
-        def clock(self) -> float:
-            meet("within the step")
-            return 5.0
+    def clock() -> float:
+        meet("within the step")
+        return 5.0
 
-        def turn(self, timeout_s: float) -> None:
-            waits_s.append(timeout_s)
-            meet("the turn")
-            thread._stopping = True
+    def turn(timeout_s: float) -> None:
+        waits_s.append(timeout_s)
+        meet("the turn")
+        thread._stopping = True
 
     def meet(place: str) -> None:
         """Let the other thread have its turn, once."""
@@ -160,7 +135,11 @@ def test_no_step_is_overlooked_however_two_threads_meet(meets):
             due.clear()
             thread._turn_until_closed() if place == "within the step" else thread.step(3)
 
-    thread = GossipThread(Loop())  # type: ignore[arg-type]
+    loop = loop_of(clock=clock, turn=turn, perform=lambda _: None)
+    loop.transport.wake = lambda: woken.append(len(waits_s))
+    loop.protocol.clock = Clock()
+    loop.protocol.step = lambda *step: looked_at.append(step)
+    thread = GossipThread(loop)
     due.append(meets)
     if meets == "before the wish":
         empty = thread._empty_queues
@@ -180,10 +159,11 @@ def test_a_step_that_is_looked_at_late_is_reported_with_both_times():
     loop = loop_of(clock=lambda: now_s[0], perform=lambda _: None)
     loop.protocol.step = lambda *step: looked_at.append(step)
     thread = GossipThread(loop)
-    thread.step(3)
+    for now_s[0], samples in ((5.0, 3), (5.125, 4)):
+        thread.step(samples)
     now_s[0] = 5.25
     thread._empty_queues()
-    assert looked_at == [(3, 5.25, 5.0)]
+    assert looked_at == [(3, 5.25, 5.0), (4, 5.25, 5.125)]
 
 
 def test_calls_are_answered_even_if_closing_fails():
@@ -198,7 +178,7 @@ def test_calls_are_answered_even_if_closing_fails():
 
 def test_the_thread_takes_one_core_first_and_turns_its_loop_within_its_context(monkeypatch):
     """Its caller waits for that, and takes its own number of cores again."""
-    numbers, said, goes_on = list[tuple[bool, int]](), list[str](), threading.Event()
+    numbers, said, goes_on = list[tuple[bool, int]](), list[Any](), threading.Event()
 
     class Ready(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
@@ -223,7 +203,9 @@ def test_the_thread_takes_one_core_first_and_turns_its_loop_within_its_context(m
     thread.start()
     thread._thread.join()
     assert numbers == [(True, 1), (False, 7)]
-    assert said == ["leaves", "closes"]
+    thread._thread = SimpleNamespace(is_alive=lambda: True, join=said.append)
+    thread.close()  # which waits, but not for ever
+    assert said == ["leaves", "closes", 5.0]
 
 
 def test_a_call_that_the_end_of_the_thread_overtakes_is_answered(monkeypatch):
@@ -236,14 +218,19 @@ def test_a_call_that_the_end_of_the_thread_overtakes_is_answered(monkeypatch):
     monkeypatch.setattr(threads, "Future", ends_first)
     with pytest.raises(OSError, match="no such device"):
         thread.call(lambda: None).result(0)
+    thread._calls = type("Emptied", (deque,), {"__bool__": lambda _: True})()
+    thread._fail_calls()  # both look, and the other is quicker
 
 
 def test_whatever_a_call_raises_reaches_its_caller():
     """One that is no Exception ends the thread as well; its caller once waited for ever."""
-    thread = GossipThread(loop_of())
-    future: Future[None] = Future()
-    thread._calls.append((sys.exit, future))
+    thread, ran = GossipThread(loop_of()), list[int]()
+    thread._thread = threading.current_thread()  # which is alive
+    for number in range(3):
+        thread.call(partial(ran.append, number))
+    future = thread.call(sys.exit)
     with pytest.raises(SystemExit):
         thread._empty_queues()
+    assert ran == [0, 1, 2], "the calls before it, in their order"
     with pytest.raises(SystemExit):
         future.result(0)

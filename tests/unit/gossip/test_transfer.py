@@ -52,9 +52,6 @@ class End:
     def send(self, peer, message):
         self.links[peer].queue.append((message,))
 
-    def fetch(self, peer):
-        self.transfers.fetch(peer, None, self.ended.append, TIMEOUT_S)
-
     def keep(self, *sizes: int, text: bytes = b"some text", fill: int = 1) -> list[torch.Tensor]:
         """Have optimizers whose tensors take so many bytes, each filled with another number."""
 
@@ -69,8 +66,8 @@ class End:
         self.optimizers = transfer.Offer(text, tensors, copy)
         return tensors
 
-    def fetch_whole(self, peer):
-        """Ask for the optimizers' state too; its layout holds the sizes of its tensors."""
+    def fetch(self, peer, *, is_whole=False):
+        """Ask for the optimizers' state too, or not; its layout holds the sizes of its tensors."""
 
         def unfold(text: bytes) -> list[torch.Tensor]:
             if text == b"no text":
@@ -79,7 +76,7 @@ class End:
             self.rooms = [torch.zeros(int(size), dtype=torch.uint8) for size in sizes]
             return self.rooms
 
-        self.transfers.fetch(peer, unfold, self.ended.append, TIMEOUT_S)
+        self.transfers.fetch(peer, unfold if is_whole else None, self.ended.append, TIMEOUT_S)
 
     @property
     def values(self):
@@ -105,8 +102,7 @@ def deliver(a: End, b: End, at_most: int = 10_000) -> int:
     while True:
         for end in (a, b):
             end.transfers.pump()
-        queues = [(a, b), (b, a)]
-        found = next(((s, r) for s, r in queues if s.links[r.rank].queue), None)
+        found = next(((s, r) for s, r in ((a, b), (b, a)) if s.links[r.rank].queue), None)
         if found is None or num_delivered == at_most:
             return num_delivered
         sender, receiver = found
@@ -133,22 +129,13 @@ def ends() -> tuple[End, End]:
 
 def given(giver: End, taker: End, *, is_whole: bool = False) -> object:
     """Let ``taker`` fetch a state; return how that has ended."""
-    (taker.fetch_whole if is_whole else taker.fetch)(0)
+    taker.fetch(0, is_whole=is_whole)
     deliver(giver, taker)
     return taker.ended[-1]
 
 
 def has_taken(giver: End, taker: End) -> bool:
     return all(torch.equal(x, y) for x, y in zip(giver.values, taker.values, strict=True))
-
-
-def test_who_has_no_state_yet_is_asked_again(ends):
-    giver, taker = ends
-    giver.transfers.has_state = False
-    assert isinstance(given(giver, taker), transfer.NoStateYetError)
-    giver.transfers.has_state = True
-    assert given(giver, taker) is None
-    assert has_taken(giver, taker)
 
 
 class Counted(list):
@@ -193,7 +180,7 @@ TEXT = ",".join(map(str, SIZES)).encode()
 def test_a_whole_state_comes_whole_whatever_its_links(ends, at):
     """A request, an offer, the layout, tensors to item 8, and then parameters go over the link."""
     giver, taker = ends
-    taker.fetch_whole(0)
+    taker.fetch(0, is_whole=True)
     deliver(giver, taker)
     assert taker.ended == [], "the giver's optimizer steps"
     tensors = giver.keep(*SIZES, text=TEXT)
@@ -214,7 +201,7 @@ def test_a_whole_state_comes_whole_whatever_its_links(ends, at):
 def test_no_chunk_is_copied_while_the_optimizer_steps(ends):
     giver, taker = ends
     giver.keep(*SIZES, text=TEXT)
-    taker.fetch_whole(0)
+    taker.fetch(0, is_whole=True)
     deliver(giver, taker, at_most=2)
 
     def num_sent() -> int:
@@ -230,10 +217,12 @@ def test_no_chunk_is_copied_while_the_optimizer_steps(ends):
     assert taker.ended == [None]
 
 
-def test_what_is_given_takes_two_chunks_of_memory(ends):
+def test_what_is_given_takes_two_chunks_of_memory(ends, monkeypatch):
+    """Chunks of parameters may be larger than those of the optimizers' state."""
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 512)
     giver, taker = ends
     giver.keep(9 * transfer.CHUNK_BYTES, text=str(9 * transfer.CHUNK_BYTES).encode())
-    taker.fetch_whole(0)
+    taker.fetch(0, is_whole=True)
     places = set()
     while deliver(giver, taker, at_most=1):
         for item in giver.links[1].queue:
@@ -242,6 +231,7 @@ def test_what_is_given_takes_two_chunks_of_memory(ends):
     assert len(places) == 2
     (room,) = taker.rooms
     assert torch.equal(room, torch.ones_like(room))
+    assert has_taken(giver, taker)
 
 
 @pytest.mark.parametrize(("text", "message"), [(b"no text", "no text"), (bytes(17 << 20), "takes")])
@@ -264,6 +254,10 @@ def test_a_peer_that_asks_again_and_again_is_given_one_state(ends):
         giver.transfers.pump()
     assert giver.links[1].queued_chunks == 2
     assert len(giver.transfers._gifts) == 1
+    giver.links[2] = QueueLink(2)
+    giver.transfers.receive(giver.links[2], RequestState(0, 0, False))
+    giver.transfers.pump()
+    assert giver.links[2].queued_chunks == 2, "another has its turn meanwhile"
 
 
 def test_a_chunk_lands_in_its_turn_and_in_its_own_state_alone(ends):
@@ -281,11 +275,13 @@ def test_a_chunk_lands_in_its_turn_and_in_its_own_state_alone(ends):
     assert len(landing(link, frame_type, key)) == payload.nbytes
 
 
-def test_a_link_that_breaks_again_and_again_ends_what_begins_anew_each_time(ends):
+def test_a_link_that_breaks_again_and_again_ends_what_begins_anew_each_time():
     """Chunks arrive, so that no time-out ends it, and it would never be whole."""
-    giver, taker = ends
+    giver, taker = End(0), End(1)
     giver.keep(*SIZES, text=TEXT)
-    taker.fetch_whole(0)
+    taker.fetch(0, is_whole=True)
+    assert taker.dialled == [0], "there is no link yet"
+    linked(giver, taker)
     num_breaks = 0
     while not taker.ended:
         deliver(giver, taker, at_most=4)
@@ -300,6 +296,9 @@ def test_a_link_that_breaks_again_and_again_ends_what_begins_anew_each_time(ends
 
 def test_who_has_nothing_to_give_says_so(ends, caplog):
     giver, taker = ends
+    giver.transfers.has_state = False
+    assert isinstance(given(giver, taker), transfer.NoStateYetError)
+    giver.transfers.has_state = True
     giver.refusal = "it is poisoned"
     for is_whole in (False, True):
         assert "it is poisoned" in str(given(giver, taker, is_whole=is_whole))
@@ -314,6 +313,8 @@ def test_who_has_nothing_to_give_says_so(ends, caplog):
         assert "described" in str(given(giver, taker, is_whole=True))
     (said,) = [each.getMessage() for each in caplog.records if "described" in each.getMessage()]
     assert said.startswith("worker 1 cannot start from this worker's optimizer state")
+    assert given(giver, taker) is None, "its parameters"
+    assert has_taken(giver, taker)
 
 
 @pytest.mark.parametrize("at", [1, 2, 5])
@@ -370,12 +371,6 @@ def test_silence_ends_a_fetch_and_bytes_of_a_chunk_defer_that(ends):
     assert taker.links[0].closed, "so that the rest is not sent"
     linked(giver, taker)
     assert not taker.links[0].queue, "nobody waits for it any more"
-
-
-def test_without_a_link_to_the_giver_it_is_dialled():
-    taker = End(1)
-    taker.fetch(0)
-    assert taker.dialled == [0]
 
 
 def test_what_answers_an_older_request_is_dropped(ends):

@@ -19,7 +19,7 @@ LOOP = nx.Graph([(0, 1), (1, 1), (1, 2)])
         (lambda: build_graph("rings", 4), r"'rings'; do you mean ring\?"),
         (lambda: build_graph("zzz", 4), "choose one of ring, path, star, .*, torus"),
         (lambda: build_graph("ring", 0), "'ring' of 0 workers"),
-        (lambda: build_graph("ring", 4.5), r"whole number, got 4\.5"),
+        (lambda: build_graph("ring", 4.5), r"4\.5; it must be a whole number"),
         (lambda: build_graph([(0, 1)], 2), r"networkx\.Graph, got \[\(0, 1\)\]"),
         (lambda: build_graph(nx.Graph(), 0), r"Graph \(0 workers, 0 edges\)' has no nodes"),
         (lambda: build_graph(nx.DiGraph([(0, 1)]), 2), "DiGraph.* is directed.*to_undirected"),

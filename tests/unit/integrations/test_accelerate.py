@@ -1,6 +1,7 @@
 """Under Accelerate, on one worker; no line here imports it where tests are merely collected."""
 
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -63,6 +64,8 @@ def test_several_optimizers_step_their_own_parameters():
     net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     inner = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in net]
     net, *optimizers = accelerator.prepare(net, *inner)
+    with pytest.raises(ValueError, match=r"AcceleratedOptimizer .*gossip_data_parallel"):
+        GossipDataParallel(net, optimizers)
     model = gossip_data_parallel(accelerator, net, optimizers)
     accelerator.backward(model(torch.ones(8, 4)).sum())
     for optimizer in optimizers:
@@ -73,12 +76,14 @@ def test_several_optimizers_step_their_own_parameters():
     assert torch_optimizer(inner[0]) is torch_optimizer(shell) is inner[0]
 
 
-def test_a_prepared_optimizer_is_refused_by_the_plain_wrapper():
-    accelerator = accelerator_of()
+def test_an_accelerator_of_several_processes_is_refused():
+    from accelerate.utils import DistributedType
+
+    several = Mock(distributed_type=DistributedType.MULTI_CPU, num_processes=2)
     net = nn.Linear(4, 2)
-    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match=r"AcceleratedOptimizer .*gossip_data_parallel"):
-        GossipDataParallel(net, optimizer)
+    message = r"\(MULTI_CPU, 2 processes\): make it within `with single_process\(\):`"
+    with pytest.raises(ValueError, match=message):
+        gossip_data_parallel(several, net, torch.optim.SGD(net.parameters(), lr=0.1))
 
 
 def test_the_data_of_a_seedable_sampler_go_on_where_they_were(tmp_path):

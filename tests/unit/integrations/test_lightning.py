@@ -11,6 +11,8 @@ from gossipdp import Checkpoints, Monitor
 from gossipdp.launcher.environment import Environment
 from gossipdp.parallel.checkpoint import saved_steps
 
+pytestmark = pytest.mark.usefixtures("plain_sigterm")
+
 
 def gossip_strategy(**options):
     from gossipdp.integrations.lightning import GossipStrategy
@@ -23,8 +25,6 @@ def module_class():
     import lightning
 
     class Module(lightning.LightningModule):
-        """Calls ``before_step(index)`` before each step."""
-
         def __init__(self, before_step=lambda index: None):
             super().__init__()
             torch.manual_seed(3)
@@ -77,8 +77,6 @@ def test_samples_are_counted_and_end_the_training(tmp_path):
 
 def test_the_budget_ends_a_training_that_steps_its_optimizer_itself(tmp_path):
     class Manual(module_class()):
-        """Steps the optimizer itself, below Lightning, and returns what is no loss."""
-
         automatic_optimization = False
 
         def training_step(self, batch, index):
@@ -107,40 +105,21 @@ def test_an_error_in_training_ends_the_part_in_the_run(tmp_path):
         strategy.gossip.consolidate()
 
 
-def terminate(index):
-    if index == 2:
-        signal.raise_signal(signal.SIGTERM)
-
-
-@pytest.fixture(autouse=True)
-def sigterm():
-    """SIGTERM is as it comes, and waited for on a busy machine too."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-def test_sigterm_saves_between_two_steps_and_ends_the_worker(tmp_path):
-    strategy = gossip_strategy(checkpoints=Checkpoints(tmp_path / "checkpoints"))
-    with pytest.raises(SystemExit) as ended:
-        fit(tmp_path, strategy, module_class()(terminate))
-    assert ended.value.code == 128 + signal.SIGTERM
-    assert saved_steps(tmp_path / "checkpoints", 0) == [3]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
-def test_a_user_s_handler_of_sigterm_is_left_alone(tmp_path):
+@pytest.mark.parametrize("is_users", [False, True])
+def test_sigterm_saves_between_two_steps_unless_the_user_handles_it(tmp_path, is_users):
     heard = []
-
-    def handle(number, frame):
-        heard.append(number)
-
-    signal.signal(signal.SIGTERM, handle)
+    handler = (lambda number, _: heard.append(number)) if is_users else signal.SIG_DFL
+    signal.signal(signal.SIGTERM, handler)
     strategy = gossip_strategy(checkpoints=Checkpoints(tmp_path / "checkpoints"))
-    with pytest.raises(SystemExit):
-        fit(tmp_path, strategy, module_class()(terminate))
-    assert heard == [signal.SIGTERM]
-    assert signal.getsignal(signal.SIGTERM) == handle
+    module = module_class()(lambda index: index == 2 and signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path, strategy, module)
+    if is_users:
+        assert heard == [signal.SIGTERM]
+    else:
+        assert ended.value.code == 128 + signal.SIGTERM
+        assert saved_steps(tmp_path / "checkpoints", 0) == [3]
+    assert signal.getsignal(signal.SIGTERM) == handler
 
 
 def test_without_checkpoints_sigterm_is_as_it_comes_while_training(tmp_path):

@@ -1,12 +1,13 @@
 """The Trainer's own training, bit for bit; no line imports it where tests are merely collected."""
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
-from gossipdp import ProgressLR
+from gossipdp import GossipDataParallel, ProgressLR
 
 
 def gossip_callback(**options):
@@ -28,11 +29,8 @@ class Model(nn.Module):
 def trainer(folder, *callbacks, model=None, optimizers=(None, None), **options):
     import transformers
 
-    generator = torch.Generator().manual_seed(1)
-    data = [
-        {"inputs": torch.randn(4, generator=generator), "labels": torch.tensor(n % 2)}
-        for n in range(40)
-    ]
+    inputs = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
+    data = [{"inputs": each, "labels": torch.tensor(n % 2)} for n, each in enumerate(inputs)]
     args = transformers.TrainingArguments(
         str(folder), use_cpu=True, report_to="none", disable_tqdm=True,
         **{"max_steps": 7, "save_strategy": "no", **options},
@@ -52,11 +50,9 @@ def train(folder, *callbacks, **options) -> nn.Module:
 def stepping(step):
     import transformers
 
-    class Stepping(transformers.TrainerCallback):
-        def on_step_end(self, args, state, control, **others):
-            step(**others)
-
-    return Stepping()
+    callback = transformers.TrainerCallback()
+    callback.on_step_end = lambda args, state, control, **others: step(**others)
+    return callback
 
 
 @pytest.mark.parametrize("arguments", [{}, {"gradient_accumulation_steps": 3}, {"bf16": True}])
@@ -116,9 +112,25 @@ def test_a_schedule_follows_the_whole_run(tmp_path):
     assert rates == pytest.approx([0.1] * 3 + [0.01] * 5)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_worker_0_alone_saves(tmp_path, monkeypatch, rank):
+    monkeypatch.setattr(GossipDataParallel, "rank", rank)
+    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    trained = trainer(tmp_path, gossip_callback(), **saving)
+    trained.train()
+    assert trained.state.is_world_process_zero == (rank == 0)
+    saved = sorted(path.name for path in tmp_path.iterdir())
+    assert saved == ["checkpoint-2", "checkpoint-4"] * (rank == 0)
+
+
 def test_mistakes_are_refused(tmp_path):
+    from transformers.training_args import ParallelMode
+
     with pytest.raises(RuntimeError, match=r"Trainer.train\(\) makes it"):
         _ = gossip_callback().model
     options = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
     with pytest.raises(ValueError, match="load_best_model_at_end"):
         train(tmp_path, gossip_callback(), **options)
+    several = Mock(parallel_mode=ParallelMode.DISTRIBUTED, world_size=2)
+    with pytest.raises(ValueError, match=r"with 2 processes: .* within `with single_process\(\):`"):
+        gossip_callback().on_train_begin(several, None, None, model=None, optimizer=None)

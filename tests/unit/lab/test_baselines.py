@@ -1,5 +1,3 @@
-"""The synchronous baseline in real processes: what it computes, counts and logs."""
-
 import math
 import os
 import time
@@ -92,11 +90,12 @@ def test_it_trains_in_step_on_the_budget_and_measures_who_waits(workers, tmp_pat
         assert len(worker.lives) == 1
 
 
+SMALLEST = {"batch_size": 1, "budget_samples": 1, "seed": 0}
+
+
 def test_its_process_group_outlives_it(tmp_path):
     """If torch frees one with its model, a process waits for ever now and then."""
-    model = SynchronousDataParallel(
-        make_net(), batch_size=1, budget_samples=1, seed=0, log_dir=tmp_path
-    )
+    model = SynchronousDataParallel(make_net(), log_dir=tmp_path, **SMALLEST)
     model.consolidate()
     assert model.process_group in baselines._groups
 
@@ -104,6 +103,4 @@ def test_its_process_group_outlives_it(tmp_path):
 def test_it_is_not_passed_off_as_protected(run_tls, monkeypatch, tmp_path):
     monkeypatch.setenv("GOSSIPDP_TLS", str(run_tls))
     with pytest.raises(ValueError, match="would send everything in the clear"):
-        SynchronousDataParallel(
-            make_net(), batch_size=1, budget_samples=1, seed=0, log_dir=tmp_path
-        )
+        SynchronousDataParallel(make_net(), log_dir=tmp_path, **SMALLEST)

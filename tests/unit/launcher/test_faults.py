@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from gossipdp.launcher.faults import Clause, Event, FaultInjector, FaultPlan, FaultRecord
 
 KILL, STOP, CONT = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT
-KILLED = "died of signal 9 (SIGKILL)"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,6 @@ def test_a_bad_clause_is_shown_with_the_shape_of_a_right_one(text, message):
 
 
 def first(plan: FaultPlan, number: int, num_workers: int, seed: int = 0) -> list[Event]:
-    """Return the first events of a clause."""
     return list(islice(plan.clauses[number].events(number, num_workers, seed), 10))
 
 
@@ -151,7 +149,7 @@ class Scene:
             self.now = min(self.now + self.injector.wait_s() + 0.003, end_s)
             self.look()
 
-    def die(self, rank: int, reason: str = KILLED) -> bool:
+    def die(self, rank: int, reason: str = "died of signal 9 (SIGKILL)") -> bool:
         self.running.discard(rank)
         self.training.discard(rank)
         return self.injector.ended(rank, reason)
@@ -345,6 +343,9 @@ def test_a_kill_counts_once_the_process_died_of_it():
     assert not scene.die(1, "ended with exit code 1")
     assert not scene.die(2)  # another's signal
     assert scene.missed() == [None, "it had ended by itself by then"]
+    unseen = Scene("kill 0; kill 1")
+    unseen.at(0)
+    assert unseen.missed() == 2 * ["it had ended by itself by then"]
 
 
 def test_events_of_a_time_in_which_the_launcher_stood_still_are_missed():

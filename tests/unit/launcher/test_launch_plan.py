@@ -1,5 +1,3 @@
-"""Launch plans, the store that they host, the networks that they join, and workers' reports."""
-
 import dataclasses
 import os
 import socket
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 from calling_back import CallingLock
 from links import identity, listening
-from run_processes import TORCHRUN, listens
+from run_processes import TORCHRUN, free_port, listens
 from torch.distributed import TCPStore
 from waiting import LONGEST_S, wait_until
 
@@ -79,18 +77,14 @@ def test_a_port_in_use_is_one_clear_error():
             LaunchPlan.on_hosts(1, ("127.0.0.1", port))
 
 
-def own_address() -> str:
-    """Return an address of this machine that is not loopback."""
+def test_a_store_that_others_reach_closes_once_all_have_begun(monkeypatch):
+    """It looks now and then whether they have, and leaves them some time after that."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 9))
         except OSError:
             pytest.skip("no network but loopback")
-        return str(probe.getsockname()[0])
-
-
-def test_a_store_that_others_reach_closes_once_all_have_begun(monkeypatch):
-    """It looks now and then whether they have, and leaves them some time after that."""
+        host = probe.getsockname()[0]
     looks: list[float] = []
     have_all_begun = HostedStore.have_all_begun
 
@@ -101,7 +95,7 @@ def test_a_store_that_others_reach_closes_once_all_have_begun(monkeypatch):
     monkeypatch.setattr(HostedStore, "have_all_begun", look)
     monkeypatch.setattr(stores, "CHECK_EVERY_S", 0.01)
     monkeypatch.setattr(stores, "CLOSE_AFTER_S", 0.1)
-    plan = LaunchPlan.on_hosts(2, (own_address(), 0))
+    plan = LaunchPlan.on_hosts(2, (host, 0))
     assert plan.store is not None
     with opened(plan) as store:
         store.set(ready_key(plan.key_prefix, 0), "1")
@@ -249,7 +243,7 @@ def test_a_lost_supervisor_is_not_waited_for_for_ever(supervised, monkeypatch):
         nonlocal now_s
         now_s += 100.0
 
-    supervised[0].join_infos[0].addresses[1] = address = silent_address()
+    supervised[0].join_infos[0].addresses[1] = address = ("127.0.0.1", free_port())
     assert plans.answers(address)
     monkeypatch.setattr(plans, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
     monkeypatch.setattr(plans, "answers", lambda each: each == address and now_s < 500.0)
@@ -259,13 +253,8 @@ def test_a_lost_supervisor_is_not_waited_for_for_ever(supervised, monkeypatch):
 
 def test_without_torchruns_store_there_is_no_wait(monkeypatch):
     monkeypatch.setattr(plans, "CONNECT_S", 0.1)
-    own = TORCHRUN | {"MASTER_PORT": str(silent_address()[1])}
+    own = TORCHRUN | {"MASTER_PORT": str(free_port())}
     assert LaunchPlan.launched(own, None).leave(wait=True) == []
-
-
-def silent_address() -> tuple[str, int]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[:2]
 
 
 def as_a_worker() -> Handshake:
@@ -299,7 +288,7 @@ def test_a_worker_says_to_which_run_it_belongs(monkeypatch):
     given, dial = list[float](), socket.create_connection
     monkeypatch.setattr(socket, "create_connection", lambda *to: given.append(to[1]) or dial(*to))
     with listening(greet) as address:
-        both = silent_address(), address
+        both = ("127.0.0.1", free_port()), address
         assert ask_join_infos(both, 1) == [JoinInfo("the run", join=both)]
     assert [round(seconds) for seconds in given] == [5, 5]
 

@@ -19,17 +19,6 @@ from gossipdp.launcher.local import ForkedWorker, ScriptWorker
 from gossipdp.launcher.supervisor import Supervisor
 
 
-def supervise(code: str, n: int, **options: object) -> tuple[int | None, Supervisor]:
-    """Run ``python -c code`` as ``n`` workers, and return the signal that ended them."""
-    plan = LaunchPlan.on_hosts(n)
-
-    def start(own: dict[str, str]) -> ScriptWorker:
-        return ScriptWorker([sys.executable, "-c", code], {**os.environ, **own})
-
-    supervisor = Supervisor(plan, start, **options)
-    return supervisor.run(), supervisor
-
-
 @pytest.mark.parametrize(
     ("limit", "num_workers", "expected"), [(4.5, 2, 2), (4.5, 8, 1), (math.inf, 2, 32)]
 )
@@ -53,7 +42,12 @@ def test_why_a_run_cannot_start_is_said_once_and_without_tracebacks(own_hook, ca
         "raise RendezvousError('the models differ')"
     )
     sentences: list[str] = []
-    _, supervisor = supervise(code, 2, on_sentence=sentences.append)
+    supervisor = Supervisor(
+        LaunchPlan.on_hosts(2),
+        lambda own: ScriptWorker([sys.executable, "-c", code], {**os.environ, **own}),
+        on_sentence=sentences.append,
+    )
+    supervisor.run()
     assert {failure.ending.reason for failure in supervisor.failures} == {"ended with exit code 1"}
     shown = capfd.readouterr().err
     if own_hook:
@@ -98,6 +92,17 @@ def test_process_1_reaps_what_a_dead_worker_left_behind():
         assert psutil.pid_exists(left.pid), "it is a zombie"
         worker.close()
         assert not psutil.pid_exists(left.pid)
+
+
+def test_a_process_that_hangs_in_the_kernel_is_given_up(monkeypatch):
+    worker = ScriptWorker([sys.executable, "-c", "import signal; signal.pause()"], VARIABLES)
+    with monkeypatch.context() as patch:
+        patch.setattr("gossipdp.launcher.local.UNKILLABLE_S", 0.0)
+        patch.setattr(worker, "kill", lambda: None)
+        worker.discard()
+    assert runs(worker.pid)
+    worker.discard()
+    assert not runs(worker.pid)
 
 
 def test_a_forked_worker_that_the_fork_server_has_reaped_gets_no_signal(monkeypatch):

@@ -2,7 +2,6 @@ import json
 import re
 import socket
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +10,14 @@ from unittest import mock
 
 import msgspec
 import pytest
-from run_processes import listens
+from run_processes import free_port, listens
 from torch.distributed import HashStore
 from waiting import LONGEST_S, wait_until
 
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher import rendezvous
 from gossipdp.launcher.environment import Environment
-from gossipdp.launcher.rendezvous import Rendezvous, RendezvousResult, Settings
+from gossipdp.launcher.rendezvous import MAX_VALUE_BYTES, Rendezvous, RendezvousResult, Settings
 from gossipdp.launcher.store import connect
 
 SETTINGS = Settings(
@@ -71,7 +70,6 @@ class Alone:
 def failure(
     own: Environment, store: Any, settings: Settings = SETTINGS, kind: Any = RendezvousError
 ) -> str:
-    """Return why a worker's meeting fails."""
     with pytest.raises(kind) as raised:
         Alone(own, store).meet(settings)
     return str(raised.value)
@@ -237,8 +235,8 @@ def test_one_worker_needs_no_store():
     [
         ("worker/0", json.dumps({"host": "\x1b[2Jno" + 9000 * "!"})),
         ("worker/0", json.dumps({"host": "evil.example", "port": 1})),
-        ("worker/0", json.dumps({"host": "10.0.0.1", "port": 70000})),
-        ("worker/0", json.dumps({"host": "10.0.0.1", "port": 1, "x": "y" * 140_000})),
+        ("worker/0", json.dumps({"host": "10.0.0.1", "port": 65536})),
+        ("worker/0", json.dumps({"host": "10.0.0.1", "port": 1}).ljust(MAX_VALUE_BYTES + 1)),
         ("worker/0", b"\xff\xfe"),
         ("reference", "[1, 2"),
         ("reference", {"run_id": "a\x1b[2J"}),
@@ -257,15 +255,23 @@ def test_what_a_stranger_writes_is_one_short_line_without_control_characters(key
     assert reason.isprintable()
 
 
-def test_worker_0_ends_the_store_that_it_hosts(monkeypatch):
-    monkeypatch.setattr(rendezvous, "CLOSE_AFTER_S", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = free.getsockname()
+def test_a_value_of_the_longest_length_is_read():
+    store = HashStore()
+    failure(environment(0, 2), store)  # leaves what worker 0 publishes
+    published = store.get(f"{KEYS}worker/0")
+    store.set(f"{KEYS}worker/0", published.ljust(MAX_VALUE_BYTES))
+    assert Alone(environment(1, 2), store).meet().addresses[0] == ("127.0.0.1", 1)
+
+
+def test_worker_0_ends_the_store_that_it_hosts_a_while_after_all_have_begun(monkeypatch):
+    slept, early, have_begun = list[float](), iter([False, False]), rendezvous.have_begun
+    monkeypatch.setattr(rendezvous, "time", mock.Mock(sleep=slept.append))
+    monkeypatch.setattr(rendezvous, "have_begun", lambda *of: next(early, True) and have_begun(*of))
+    address = "127.0.0.1", free_port()
     own = replace(environment(0, 1), store_host=address[0], store_port=address[1])
     hosts = Rendezvous(own, connect(own, LONGEST_S), timeout_s=LONGEST_S)
     hosts.meet(("127.0.0.1", 1), SETTINGS)
     assert listens(address)
-    began_s = time.monotonic()
     hosts.mark_ready()
     wait_until(lambda: not listens(address), "the store's port is closed")
-    assert time.monotonic() - began_s > 0.1
+    assert slept == [*2 * [rendezvous.CHECK_EVERY_S], rendezvous.CLOSE_AFTER_S]

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -221,16 +222,19 @@ def test_after_the_run_began_the_others_go_on(make):
 
 
 MISSED = f"worker 0 {CRASH.reason}: the run is complete without it"
+WAITS = "the run is complete; waiting for worker 2 to end, unless Ctrl+C ends it"
 
 
 def test_who_waits_for_a_restart_is_not_started_once_the_run_is_complete(make):
     setting = make(begun=True, max_restarts=5)
     setting.die(0, at=[1])
     assert setting.supervisor.may_restart
-    assert setting.end_well(1, at=[1.05, 2, 3])  # worker 2 trains
+    assert setting.end_well(1, at=[1.05, 2, 11])  # worker 2 trains
     assert not setting.supervisor.may_restart
-    assert not setting.end_well(2, at=[4])
-    assert (setting.restarted, setting.sentences, setting.failed) == ([], [MISSED], [])
+    assert setting.sentences == [MISSED]
+    assert setting.step(11.1, 30)
+    assert not setting.end_well(2, at=[31])
+    assert (setting.restarted, setting.sentences, setting.failed) == ([], [MISSED, WAITS], [])
 
 
 def test_who_is_back_when_the_run_is_complete_is_ended(make):
@@ -419,10 +423,13 @@ def test_a_limit_of_descriptors_that_is_lowered_ends_no_worker(make, monkeypatch
     def wait(things: list[object], timeout_s: float) -> list[object]:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    setting = make(begun=True, max_restarts=3)
+    setting, slept = make(begun=True, max_restarts=3), list[float]()
     monkeypatch.setattr("multiprocessing.connection.wait", wait)
+    monkeypatch.setattr(supervision, "time", SimpleNamespace(sleep=slept.append))
     assert setting.die(0, at=[1.0, 1.2])
     assert (setting.restarted, setting.running) == ([(0, 1.2)], {0, 1, 2})
+    assert [setting.supervisor.step(0.02), setting.supervisor.step(60.0)] == [True, True]
+    assert slept[-2:] == [0.02, supervision.POLL_S], "it takes no core meanwhile"
 
 
 def test_the_delay_doubles_with_each_life_without_a_step_up_to_its_cap(make):

@@ -24,7 +24,7 @@ ADDRESSES = {peer: ("127.0.0.1", 1000 + peer) for peer in range(5)}
 
 def test_the_lower_rank_dials_at_once_and_the_higher_one_waits():
     dialer = Dialer(2, Random(0), {})
-    dialer.want([1, 3], 0.0)
+    dialer.want([1, 3, 7], 0.0)  # 7, without an address, is not dialled
     assert dialer.due(ADDRESSES, 0.0) == [3]
     assert dialer.due(ADDRESSES, 0.0) == []
     assert dialer.next_due_s(ADDRESSES) == GRACE_S
@@ -88,13 +88,6 @@ def test_links_that_end_as_soon_as_they_are_up_follow_one_another_with_pauses():
         assert dialer.next_due_s(ADDRESSES) == 20.0 + BETWEEN_LINKS_S + grace_s
 
 
-def test_without_an_address_nobody_is_dialled():
-    dialer = Dialer(0, Random(0), {})
-    dialer.want([7], 0.0)
-    assert dialer.due(ADDRESSES, 0.0) == []
-    assert dialer.next_due_s(ADDRESSES) == math.inf  # or the loop would spin
-
-
 @given(
     rate=st.floats(1250.0, 1e10),
     waits=st.lists(st.floats(0.0, 3.0), max_size=50),
@@ -118,14 +111,12 @@ def test_it_lets_pass_its_rate_and_what_was_saved(rate, waits, spent):
     assert sent >= MOST_SAVED * portion + (now - 5.0) * rate * (1 - 1e-9) - portion - 2
 
 
-def test_portions_are_small_beside_a_time_out_and_large_beside_a_packet():
+def test_no_less_than_a_portion_passes_unless_no_more_is_wanted():
+    """It is small beside a time-out and large beside a packet."""
     assert portion_of(1e3) == 1500
     assert portion_of(20e3) == 5000
     assert portion_of(1e6) == 32 << 10
     assert portion_of(100e6) == 1e6
-
-
-def test_less_than_a_portion_passes_if_no_more_is_wanted():
     limit = SendLimit(1e6)
     limit.take(10**12, 0.0)
     assert limit.take(10**12, 0.031) == 0

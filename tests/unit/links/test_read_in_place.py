@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from links import EXCHANGE, LoneOwner, Recorder, identity, key
 
-from gossipdp.links.frames import FrameError, FrameType, Header, pack_header, run_tag
+from gossipdp.links.frames import FrameError, FrameType, Header, pack_header, pack_key, run_tag
 from gossipdp.links.shared_memory import PeerMemory, SharedSegment
 from gossipdp.links.sockets import Stream
 from gossipdp.links.tcp_link import TURN_BYTES, TcpLink
@@ -73,16 +73,12 @@ def test_chunks_leave_in_order(events):
     assert (owner.memory.segment is None) == bool(model)  # the peer may still read in it
 
 
-def test_more_than_was_sent_is_not_confirmed():
+def test_neither_chunks_nor_segments_are_confirmed_that_were_not_sent():
     owner = Owner()
     owner.send(True)
     for num_read in (2, 2**32 - 1):
         with pytest.raises(FrameError, match="acknowledged"):
             owner.hear(FrameType.ACKNOWLEDGEMENT, num_read=num_read)
-
-
-def test_a_segment_is_confirmed_once_and_only_if_it_was_offered():
-    owner = Owner()
     owner.link.offered = 3
     owner.hear(FrameType.SEGMENT_READY, 0, segment=2)
     for number in (1, 2, 4):
@@ -96,7 +92,7 @@ def chunk_at(segment: int, offset: int, length: int) -> Header:
     return Header(EXCHANGE, length, key(), segment=segment, offset=offset)
 
 
-def test_a_place_lies_inside_a_segment_that_was_offered():
+def test_a_place_lies_inside_the_newest_segment_that_was_offered():
     peer = PeerMemory(Recorder())
     memory = bytes(range(200))
     assert peer.take(1, memoryview(memory))
@@ -104,12 +100,8 @@ def test_a_place_lies_inside_a_segment_that_was_offered():
     for header in (chunk_at(1, 64, 137), chunk_at(1, 2**63, 1), chunk_at(2, 0, 1)):
         with pytest.raises(FrameError, match="of segment"):
             peer.find(header)
-
-
-def test_a_newer_segment_takes_the_place_of_the_older():
-    peer = PeerMemory(Recorder())
-    taken = [peer.take(number, memoryview(bytes([number]) * 64)) for number in (1, 2, 1)]
-    assert taken == [True, True, False]
+    assert peer.take(2, memoryview(b"\x02" * 64))
+    assert not peer.take(1, memoryview(memory))
     assert peer.find(chunk_at(2, 0, 1)) == b"\x02"
     with pytest.raises(FrameError):
         peer.find(chunk_at(1, 0, 1))
@@ -121,10 +113,11 @@ class Endless(Taking):
     MESSAGE_BYTES = 1 << 16
 
     def __init__(self) -> None:
-        self.num_read = self._sequence = 0
+        self.num_read = self.num_calls = self._sequence = 0
         self._rest = b""
 
     def receive_into(self, rooms: Sequence[memoryview]) -> int:
+        self.num_calls += 1
         for room in rooms:
             while len(self._rest) < len(room):
                 header = pack_header(TAG, FrameType.CONTROL, self._sequence, self.MESSAGE_BYTES)
@@ -142,5 +135,36 @@ def test_a_turn_ends_however_much_there_is_to_read():
     owner.handler.link_up(link)
     link.read_some()
     assert TURN_BYTES <= stream.num_read < TURN_BYTES + 2 * stream.MESSAGE_BYTES
+    most = TURN_BYTES // stream.MESSAGE_BYTES + 2
+    assert stream.num_calls <= most, "each message comes with the header of the next"
     assert link.has_input, "the rest has its turn after the others"
     assert not link.closed
+
+
+class Narrow(Taking):
+    """Takes less than a header at a time."""
+
+    def __init__(self) -> None:
+        self.taken = bytearray()
+
+    def send(self, parts: Sequence[bytes | memoryview]) -> int:
+        part = b"".join(parts)[:40]
+        self.taken += part
+        return len(part)
+
+
+def test_chunks_leave_whole_in_any_pieces_and_the_handler_hears_when_fewer_than_four_wait():
+    owner, stream, kind = Owner(), Narrow(), FrameType.STATE_CHUNK
+    link = TcpLink(owner, stream, identity(2), dialler=0)
+    waiting: list[int] = []
+    owner.handler.hooks["writable"] = lambda link: waiting.append(link.queued_chunks)
+    payload, expected = bytes(range(64)), b""
+    for index in range(5):
+        link.send_chunk(kind, key(index), memoryview(payload))
+        expected += pack_header(TAG, kind, index, 64, pack_key(key(index))) + payload
+    while link.has_unsent:
+        link.can_write = True  # as an event says
+        link.write_some(acknowledge=False)
+    assert stream.taken == expected
+    assert waiting == [3, 2, 1, 0]
+    assert link.chunk_bytes_sent == {kind: 5 * 64}

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from calling_back import CallingLock
 from links import has_ended, in_child
-from waiting import LONGEST_S
+from waiting import LONGEST_S, wait_until
 
 from gossipdp.links import shared_memory, sockets
 from gossipdp.links.sockets import Listener, listen
 from gossipdp.links.tcp import TcpTransport
 from gossipdp.links.tls import Tls
+from gossipdp.observe.server import StatusServer
 
 # A child that is created here runs the test's code after a fork that threads may have seen.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -24,7 +25,9 @@ def test_the_child_has_none_of_the_parents_descriptors(world, open_descriptors):
     first, second, *_ = world.pair(world.tcp)
     guest = socket.create_connection((second.host, second.port))
     world.settle()
-    unused = listen("127.0.0.1", 0)
+    unused, gone = listen("127.0.0.1", 0), listen("127.0.0.1", 0)
+    gone.close()
+    gone.close_in_child()  # no error, or the child would keep the descriptors of those after it
     first.transport.dial(7, *unused.getsockname())  # and stays under way: it is not accepted
     # Two of each: listener, epoll, eventfd, end of the link; and the guest's two ends, the unused
     # listener, the dial.
@@ -83,14 +86,16 @@ def test_a_fork_waits_for_a_descriptor_on_its_way(world):
     assert not sockets.descriptors_guard._is_owned()  # type: ignore[attr-defined]
 
 
-def test_a_descriptor_and_its_place_in_a_list_come_and_go_in_one_step(world, monkeypatch):
+def test_a_descriptor_and_its_place_in_a_list_come_and_go_in_one_step(world, serve, monkeypatch):
     """Between the two a fork would leave a child with a descriptor that no owner names."""
     places = [
         *((sockets, "register"), (sockets, "close_descriptor"), (os, "open"), (Tls, "wrap")),
-        *((shared_memory, "memory_file"), (shared_memory._libc, "madvise"), (Listener, "close")),
-        *((TcpTransport, "_begin"), (TcpTransport, "_close_connection")),
+        *((shared_memory, "memory_file"), (shared_memory._libc, "madvise"), (Listener, "accept")),
+        *((TcpTransport, "_begin"), (TcpTransport, "_close_connection"), (Listener, "close")),
+        (StatusServer, "_end"),
     ]
     is_guarded: dict[str, set[bool]] = {name: set() for _, name in places}
+    status_server = serve()
 
     def spy(owner: Any, name: str) -> None:
         real = getattr(owner, name)
@@ -111,6 +116,9 @@ def test_a_descriptor_and_its_place_in_a_list_come_and_go_in_one_step(world, mon
     with socket.create_connection((first.host, first.port)) as guest:
         guest.sendall(b"GET / HTTP/1.1")
         world.until(lambda: has_ended(guest))
+    with socket.create_connection(status_server.address):
+        wait_until(lambda: status_server._connections, "it has accepted")
+    status_server.close()
     there.close("enough")
     # wake() of another thread waits too, and finds the transport closed.
     first.transport._wake_guard = waking = CallingLock(before=lambda: None)

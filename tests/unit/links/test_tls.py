@@ -81,9 +81,10 @@ def test_files_that_cannot_be_used_are_named(
 
 
 @pytest.mark.parametrize("days", [(-10, -1), (1, 10)], ids=["expired", "not yet valid"])
-def test_dates_of_certificates_are_not_checked(world, authority, days):
+def test_neither_dates_of_certificates_nor_secrets_are_looked_at(world, authority, days):
     """A run may outlive its certificate, and clocks step: links are made anew all the while."""
-    world.join(*(world.tls(rank, tls=Tls(authority.issue(*days))) for rank in (0, 1)))
+    one, other = (Tls(authority.issue(*days)) for _ in range(2))
+    world.join(world.tls(0, tls=one, secret=b"one"), world.tls(1, tls=other, secret=b"another"))
 
 
 def test_a_chain_in_one_file_and_only_the_newest_tls(authority, tmp_path):
@@ -116,7 +117,9 @@ def test_an_answer_that_comes_while_the_hello_is_said(world, monkeypatch):
 
 
 def test_a_plain_worker_and_one_with_tls_say_so_once(world, caplog):
-    for dialler, acceptor in ((world.tls(0), world.tcp(1)), (world.tcp(2), world.tls(3))):
+    off_on = (world.tls(0), world.tcp(1), "off", "on")
+    on_off = (world.tcp(2), world.tls(3), "on", "off")
+    for dialler, acceptor, there, here in (off_on, on_off):
         caplog.clear()
         for _ in range(2):
             dialler.dial(acceptor)
@@ -125,12 +128,12 @@ def test_a_plain_worker_and_one_with_tls_say_so_once(world, caplog):
             dialler.handler.events.clear()
             assert peer == acceptor.rank
             assert refusal.field == "tls"
-            assert "give all workers the same TLS directory, or none" in str(refusal)
+            text = f"TLS is {there} at the other worker and {here} here; give all workers the same"
+            assert str(refusal) == f"{text} TLS directory, or none"
         assert acceptor.handler.events == []
-        messages = [record.getMessage() for record in caplog.records]
-        assert len(messages) == 2
-        assert "refused 127.0.0.1: TLS differs" in messages[0]
-        assert f"rank {acceptor.rank} at 127.0.0.1" in messages[1]
+        differs = f"TLS differs (ours {there!r}, theirs {here!r})"
+        at = f"rank {acceptor.rank} at {acceptor.host}:{acceptor.port}"
+        assert caplog.messages == [f"refused 127.0.0.1: {differs}", f"{at} refuses: {refusal}"]
 
 
 @pytest.mark.parametrize("dials", [True, False])
@@ -151,17 +154,9 @@ def test_a_certificate_that_is_refused(
         assert dialler.handler.events == [failed]
         world.settle(turns=5)
     assert acceptor.handler.events == []
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 2, messages
-    reason = "certificate refused: it is not this run's, nor signed by"
-    assert sum(reason in message for message in messages) == 1
-    assert sum("the other end refused this worker's certificate" in m for m in messages) == 1
-
-
-def test_holding_a_key_is_membership_and_the_secret_is_not_asked_for(world, authority):
-    """The run's one key, or each worker's own with a certificate of one authority."""
-    world.join(world.tls(0, secret=b"one"), world.tls(1, secret=b"another"))
-    world.join(*(world.tls(rank, tls=Tls(authority.issue())) for rank in (2, 3)))
+    one, other = sorted(message.partition(": ")[2] for message in caplog.messages)
+    assert one.startswith("certificate refused: it is not this run's, nor signed by")
+    assert other.startswith("the other end refused this worker's certificate")
 
 
 def test_a_link_is_made_anew_before_its_key_has_protected_too_much(world, monkeypatch):

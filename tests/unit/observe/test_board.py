@@ -1,5 +1,3 @@
-"""The answers of several workers, put together."""
-
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -52,7 +50,10 @@ def worker(job: JobStatus, rank: int) -> JobWorker:
     return next(each for each in job.workers if each.rank == rank)
 
 
-def test_one_worker_names_all_and_then_all_are_asked():
+def test_one_worker_names_all_and_then_all_are_asked(monkeypatch):
+    with monkeypatch.context() as patch:  # but for no more than a run can have
+        patch.setattr("gossipdp.observe.board.MAX_WORKERS", 3)
+        assert [each.rank for each in Job(2).look({2: status(2)}).workers] == [0, 1, 2]
     job = Job(2)
     assert job.board.addresses() == (address_of(2),)
     seen = job.look({2: status(2)})

@@ -1,5 +1,3 @@
-"""Goodput: full speed of a worker that is disturbed, its own part, and the run's figure."""
-
 import math
 from itertools import accumulate
 from random import Random
@@ -8,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossipdp.observe.goodput import Part, Progress, goodput_of, lost_seconds_per_fault
+from gossipdp.observe.goodput import Part, Progress, goodput_of
 
 
 def stepped(durations_s: list[float]) -> Progress:
@@ -35,6 +33,10 @@ def test_full_speed_is_found_though_the_worker_is_slow_for_most_of_the_time(undi
     expected = undisturbed + (1 - undisturbed) / 4
     assert own_goodput([0.04] * fast + [0.16] * slow) == pytest.approx(expected, rel=0.02)
     assert own_goodput([0.16] * slow + [0.04] * fast) == pytest.approx(expected, rel=0.02)
+
+
+def test_a_few_fast_seconds_are_no_full_speed():
+    assert own_goodput([0.02] * 100 + [0.04] * 1000) == pytest.approx(1.0, rel=0.02)
 
 
 @given(seed=st.integers(0, 10**6), mean_s=st.sampled_from([0.01, 0.05, 0.3, 20.0]))
@@ -125,10 +127,3 @@ def test_a_run_s_goodput_is_by_the_samples_that_each_could_have_made():
     assert goodput_of([fast, Part(0, 10.0, math.nan)]) == pytest.approx(500 / 2000)
     assert math.isnan(goodput_of([Part(0, 10.0, math.nan)]))
     assert math.isnan(goodput_of([]))
-
-
-def test_seconds_lost_are_shared_among_the_faults():
-    parts = [Part(750, 10.0, 100.0), Part(1000, 10.0, 100.0)]
-    assert lost_seconds_per_fault(parts, 2) == pytest.approx(1.25)
-    assert math.isnan(lost_seconds_per_fault(parts, 0))
-    assert lost_seconds_per_fault([Part(1010, 10.0, 100.0)], 1) == 0.0, "a matter of rounding"

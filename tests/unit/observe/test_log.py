@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from gossipdp.gossip.counters import Counters
 from gossipdp.links.clock import since_boot_s
 from gossipdp.observe import log as logs
-from gossipdp.observe.log import CountsRecord, LogReader, RunLogWriter, StartRecord, worker_file
+from gossipdp.observe.log import CountsRecord, RunLogWriter, StartRecord, worker_file
 from gossipdp.protocol.actions import Notice
-from gossipdp_lab.report.run_log import RunLog
+from gossipdp_lab.report.run_log import LogReader, RunLog
 
 RECENT = ((1, 0.002), (3, 0.003))
 NOTICE = Notice(1, "answered", 101.5, 7, 8.2)

@@ -1,5 +1,3 @@
-"""The status as JSON, as Prometheus reads it, and asked of workers that may not answer."""
-
 import math
 import socket
 import sys

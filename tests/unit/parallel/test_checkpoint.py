@@ -3,12 +3,14 @@
 import copy
 import math
 import random
+import re
 
 import numpy
 import pytest
 import torch
 from checkpointing import step, steps_saved
 from mixed_net import Net
+from own_optimizer import OwnOptimizer
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -174,9 +176,10 @@ def test_a_damaged_file_is_passed_over(run, tmp_path, caplog, is_cut):
 
 def test_another_model_or_optimizer_is_refused(run, wrap, tmp_path):
     run(tmp_path, stop_after=5)
-    net, other = Net(), nn.Linear(2, 2)
+    net, other = Net(), Net()
+    other.tail = nn.Linear(2, 2)  # behind many that are alike
     for module, trained, message in [
-        (other, other, r"is of another model: 'bias' is absent or frozen there and float"),
+        (other, other, r"is of another model: 'tail\.bias' is absent or frozen there and float"),
         (net, net.conv, r"does not fit optimizer 0, a SGD; make the optimizer as it was"),
     ]:
         optimizer = torch.optim.SGD(trained.parameters(), 0.1)
@@ -236,52 +239,45 @@ class PackedTensor(torch.Tensor):
     """Stands for the states of optimizers that hold codes of 8 bits in a class of their own."""
 
 
-class PackedSGD(torch.optim.Optimizer):
-    """Keeps such a state from its first step on."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            parameter.sub_(parameter.grad)
-            self.state[parameter]["codes"] = torch.zeros(2).as_subclass(PackedTensor)
+def packed(layer: nn.Module) -> OwnOptimizer:
+    """Return an optimizer that keeps such a state from its first step on."""
+    codes = torch.zeros(2).as_subclass(PackedTensor)
+    return OwnOptimizer(layer.parameters(), lambda _: codes, key="codes")
 
 
 def test_a_state_that_cannot_be_saved_is_said_at_wrapping_or_where_it_is_named(wrap, tmp_path):
-    net = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    first, optimizer = (torch.optim.SGD(part.parameters(), 0.1) for part in net)
     saving = Checkpoints(tmp_path)
     optimizer.param_groups[0]["rule"] = print
     message = r"the SGD\['param_groups'\]\[0\]\['rule'\] is a builtins.builtin_function"
     with pytest.raises(ValueError, match=message):
-        wrap(net, optimizer, checkpoints=saving)
+        wrap(net, [first, optimizer], checkpoints=saving)
     assert not list(tmp_path.iterdir())
     del optimizer.param_groups[0]["rule"]
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     schedule.shape = print
-    model = wrap(net, optimizer, checkpoints=saving)
+    model = wrap(net, [first, optimizer], checkpoints=saving)
     with pytest.raises(ValueError, match=r"'schedule'\['shape'\] is a builtins.builtin_function"):
         model.also_checkpoint(schedule=schedule)
 
 
-def test_a_state_that_a_step_makes_and_cannot_be_saved_is_said_after_it(wrap, tmp_path):
+def test_a_state_that_a_step_makes_and_nobody_can_take_is_said_after_it(wrap, tmp_path, caplog):
+    """An error with checkpoints; without, one warning, since no joiner can take it either."""
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
-    plain = torch.optim.SGD(net[0].parameters(), 0.1)
-    packed = PackedSGD(net[1].parameters(), {})
-    model = wrap(net, [plain, packed], checkpoints=Checkpoints(tmp_path, every_steps=100))
+    first, second = torch.optim.SGD(net[0].parameters(), 0.1), packed(net[1])
+    state = r"the state of the OwnOptimizer\['state'\]\[0\]\['codes'\] is a PackedTensor"
+    model = wrap(net, [first, second], checkpoints=Checkpoints(tmp_path))
     model(torch.ones(1, 3)).sum().backward()
-    plain.step()
-    message = r"of the PackedSGD\['state'\]\[0\]\['codes'\] is a PackedTensor; .*: use an optim"
-    with pytest.raises(ValueError, match=message):
-        packed.step()
-
-
-def test_without_checkpoints_a_state_that_no_joiner_can_take_is_a_warning(wrap, caplog):
-    net = nn.Linear(3, 2)
-    model = wrap(net, optimizer := PackedSGD(net.parameters(), {}))
+    first.step()
+    with pytest.raises(ValueError, match=f"{state}; .*: use an optimizer"):
+        second.step()
+    model.close()
+    model = wrap(net, [first, second])
     model._worker.world_size = 2
-    step(model, optimizer, times=3)
-    message = "cannot take over this one's optimizer, since the state of the PackedSGD['state'][0]"
-    assert caplog.text.count(message) == 1
+    for _ in range(3):
+        second.step()
+    assert len(re.findall(f"take over this one's optimizer, since {state}", caplog.text)) == 1
     model._worker.world_size = 1
 
 
@@ -292,7 +288,7 @@ def test_a_loop_of_ones_own_goes_on_with_the_same_random_numbers(wrap, tmp_path)
         optimizer = torch.optim.AdamW(net.parameters(), 0.1)
         model = wrap(net, optimizer, checkpoints=saving)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=6)
-        model.also_checkpoint(schedule=schedule)
+        model.also_checkpoint(scaler=torch.amp.GradScaler("cpu"), schedule=schedule)
         for _ in range(steps - model.stats().gradient_steps):
             step(model, optimizer, torch.randn(5, 3))
             schedule.step()

@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 from bitwise import assert_bitwise
-from checkpointing import steps_saved
+from checkpointing import full, steps_saved
 
 from gossipdp import GossipDataParallel, Monitor, RefusedError
 from gossipdp.parallel import checkpoint_files
@@ -85,10 +85,6 @@ def test_a_writer_whose_file_is_removed_leaves_the_old_one(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def full(*_: object, **__: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 @pytest.mark.parametrize("at", [(checkpoint_files, "_checksum"), (os, "fsync"), (Path, "replace")])
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, at):
     """Among its pieces, at its end, or at its renaming."""
@@ -130,18 +126,19 @@ def test_each_piece_is_on_the_disk_before_the_next(tmp_path, monkeypatch):
 
 
 def test_a_file_system_that_synchronizes_no_directory_will_do(tmp_path, monkeypatch):
-    real = os.fsync
+    real, synchronized = os.fsync, []
 
     def fsync(number: int) -> None:
         if stat.S_ISDIR(os.fstat(number).st_mode):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         real(number)
+        synchronized.append(Path(f"/proc/self/fd/{number}").read_bytes())
 
     monkeypatch.setattr(os, "fsync", fsync)
     write_tensors(tmp_path / "file.safetensors", TENSORS, {})
     assert read_tensors(tmp_path / "file.safetensors")[0].keys() == TENSORS.keys()
-    numbers = os.listdir("/proc/self/fd")
-    held = {os.path.realpath(f"/proc/self/fd/{number}") for number in numbers}
+    assert synchronized == [(tmp_path / "file.safetensors").read_bytes()], "whole, and then named"
+    held = {os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()}
     assert os.path.realpath(tmp_path) not in held
 
 
@@ -155,9 +152,7 @@ def test_a_directory_that_cannot_be_used_is_said_at_wrapping(linear, tmp_path, m
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_one_run_at_a_time_uses_a_directory_and_the_dead_keep_it_from_nobody(
-    linear, tmp_path, monkeypatch
-):
+def test_one_run_at_a_time_uses_a_directory_and_no_dead_one_does(linear, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_files, "LOOKS", 3)
     ready, tell = os.pipe()
     if (holder := os.fork()) == 0:
@@ -167,6 +162,11 @@ def test_one_run_at_a_time_uses_a_directory_and_the_dead_keep_it_from_nobody(
             time.sleep(60)
             os._exit(0)
     loader = int(os.read(ready, 20))
+
+    def end_holder(_: float) -> None:
+        os.kill(holder, signal.SIGKILL)
+        os.waitid(os.P_PID, holder, os.WEXITED | os.WNOWAIT)
+
     try:
         with in_use(tmp_path, "first"), in_use(tmp_path, "of another model"):
             pass
@@ -179,11 +179,12 @@ def test_one_run_at_a_time_uses_a_directory_and_the_dead_keep_it_from_nobody(
             linear(tmp_path)
         with pytest.raises(RefusedError, match=named):
             linear(monitor=Monitor(tmp_path))
+        monkeypatch.setattr(time, "sleep", end_holder)  # it ends between two looks
+        with in_use(tmp_path, "second"):
+            os.kill(loader, signal.SIGKILL)
     finally:
         os.kill(holder, signal.SIGKILL)
         os.waitpid(holder, 0)
-    with in_use(tmp_path, "second"):
-        os.kill(loader, signal.SIGKILL)
     os.close(ready)
     os.close(tell)
 

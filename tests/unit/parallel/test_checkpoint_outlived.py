@@ -164,32 +164,18 @@ def test_who_has_no_whole_file_goes_on_from_the_next_and_after_the_last_from_the
 
 
 def test_files_that_are_in_the_mean_count_no_more(tmp_path):
-    """Four workers save, two go on, then four again, of which one saves nothing."""
+    """Three go on from it: one that joined, so it does not know of the mean, one saves nothing."""
     for rank in range(4):
-        save(tmp_path, facts(rank, 800, world_size=4), 1.0)
-    for rank in range(2):
-        save(tmp_path, facts(rank, 880, run_id="second", num_means=1), 2.0)
-    assert saved_in(tmp_path).keys() == {0, 1}
-    for rank in range(3):
-        changes = {"run_id": "third", "num_means": 2, "world_size": 4}
-        save(tmp_path, facts(rank, 960, **changes), 3.0)
-    assert saved_in(tmp_path).keys() == {0, 1, 2}
-    resumption = resumed(tmp_path, 3, 4)
-    assert (resumption.tensors["model/w"] == 4.0).all()
-    assert resumption.num_means == 2
-
-
-def test_the_files_of_a_worker_that_joined_count_with_those_of_its_run(tmp_path):
-    """It does not know how often the run has started from a mean."""
-    for rank in range(2):
-        save(tmp_path, facts(rank, 800, run_id="first", num_means=1), 1.0)
-    save(tmp_path, facts(0, 880, run_id="second", num_means=2), 2.0)
-    save(tmp_path, facts(1, 880, run_id="second"), 3.0)
+        save(tmp_path, facts(rank, 800, world_size=4, num_means=1), 1.0)
+    save(tmp_path, facts(0, 880, run_id="second", num_means=2, world_size=3), 2.0)
+    save(tmp_path, facts(1, 880, run_id="second", world_size=3), 3.0)
     assert {rank: len(saved) for rank, saved in saved_in(tmp_path).items()} == {0: 1, 1: 1}
-    for rank in range(2):
-        assert resumed(tmp_path, rank, 2).is_own
-        assert resumed(tmp_path, rank, 2).num_means == 2
-        assert resumed(tmp_path, rank, 3).num_means == 3
+    for rank in range(3):
+        again, more = (resumed(tmp_path, rank, world_size) for world_size in (3, 4))
+        assert (again.is_own, again.num_means) == (rank < 2, 2)
+        assert (more.is_own, more.num_means) == (False, 3)
+        assert (more.tensors["model/w"] == 3.5).all()
+    assert (again.tensors["model/w"] == 3.5).all()
 
 
 def test_the_file_of_a_worker_that_had_joined_is_not_averaged_into_a_later_run(tmp_path):

@@ -1,13 +1,13 @@
 """The samples that are counted, the end of training, and loops that count nothing."""
 
 import dataclasses
+import math
 from itertools import islice
 from types import SimpleNamespace
 
 import pytest
 import torch
 from checkpointing import step
-from clocks import Clock
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
@@ -15,7 +15,6 @@ from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
 from gossipdp import Counting, ProgressLR
-from gossipdp.parallel.entry import Entry
 from gossipdp.parallel.stats import Consolidated
 
 
@@ -84,19 +83,13 @@ def test_a_nested_tensor_counts_its_parts(linear):
     assert (model.stats().samples, model.stats().gradient_steps) == (10, 2)
 
 
-def test_a_loop_that_counts_nothing_is_an_error_or_a_warning(linear, caplog):
-    model, optimizer = linear(budget_samples=100)
-    step(model.module, optimizer, torch.ones(4, 3), times=2)
-    with pytest.raises(RuntimeError, match=r"never be used up: 3 gradient steps of .*batches"):
-        step(model.module, optimizer, torch.ones(4, 3))
+def test_a_loop_that_counts_nothing_is_told_so_once(linear, caplog):
     model, optimizer = linear()
     step(model.module, optimizer, torch.ones(4, 3), times=5)
     assert caplog.text.count("3 gradient steps of the Linear, and not one sample was") == 1
 
 
 class OfTexts(nn.Linear):
-    """Its batches hold no tensor."""
-
     def forward(self, texts: list[str]) -> Tensor:
         return super().forward(torch.ones(len(texts), 3))
 
@@ -106,12 +99,15 @@ def test_a_batch_without_a_tensor_is_no_single_sample_and_may_be_of_a_given_size
     model, optimizer = wrap_sgd(OfTexts(3, 2), budget_samples=100)
     step(model, optimizer, texts, times=2)
     assert model.stats().samples == 0
-    with pytest.raises(RuntimeError, match=r"not one sample was counted.*\(samples_per_step="):
+    message = r"never be used up: 3 gradient steps of .*not one sample was .*\(samples_per_step="
+    with pytest.raises(RuntimeError, match=message):
         step(model, optimizer, texts)
     counting = Counting(samples_per_step=2)
     model, optimizer = wrap_sgd(OfTexts(3, 2), budget_samples=8, counting=counting)
     for batch in model.batches([texts]):
         step(model, optimizer, batch)
+        if model.finished:  # the run may end in the body of its last batch
+            assert model.consolidate().samples == 8
     assert (model.stats().samples, model.stats().gradient_steps) == (8, 4)
 
 
@@ -119,7 +115,7 @@ def test_a_loop_that_never_steps_is_told_so_once(linear, caplog):
     model, optimizer = linear(budget_samples=10**6)
     for number, batch in zip(range(1000), model.batches([torch.ones(4, 3)]), strict=False):
         assert caplog.text.count("200 rounds of the loop without a step") == (number >= 500)
-        if number in (0, 150, 300):
+        if number in (0, 150, 300, 600):
             step(model.module, optimizer, batch)
 
 
@@ -161,38 +157,38 @@ def test_a_script_may_go_on_after_an_error_of_its_loader(linear):
     assert model.stats().samples == 24
 
 
+def steps_of(model, optimizer, loader, num_epochs, *, of_each=None, **options):
+    """Train for epochs, each left after so many steps; yield the epoch of each step."""
+    for epoch, batches in model.epochs(loader, num_epochs, **options):
+        for inputs in islice(batches, of_each):
+            step(model, optimizer, inputs)
+            yield epoch
+
+
 def test_epochs_are_those_of_the_whole_run(linear, monkeypatch):
     model, optimizer = linear()
     monkeypatch.setattr(model._worker, "total_samples", lambda: 3 * model.stats().samples)
-    numbers, progress = [], []
-    for epoch, batches in model.epochs(DataLoader(torch.ones(24, 3), 4), 3):
-        for inputs in batches:
-            step(model, optimizer, inputs)
-            progress.append(model.progress())
-        numbers.append(epoch)
-    assert numbers == [0, 1, 2]
-    assert progress == pytest.approx([(1 + each) / 6 for each in range(6)])
+    progress = {0: [], 1: [], 2: []}
+    for epoch in steps_of(model, optimizer, DataLoader(torch.ones(24, 3), 4), 3):
+        progress[epoch].append(model.progress())
+    assert list(progress.values()) == [pytest.approx([n / 6, (n + 1) / 6]) for n in (1, 3, 5)]
     assert (model.stats().samples, model.finished) == (24, True)
 
 
 def test_epochs_that_are_left_early_or_missed(linear, monkeypatch):
-    def numbers(num_epochs, steps_each=None):
-        seen = []
-        for epoch, batches in model.epochs(DataLoader(torch.ones(8, 3), 4), num_epochs):
-            for inputs in islice(batches, steps_each):
-                step(model, optimizer, inputs)
-            seen.append(epoch)
-        return seen
-
+    loader = DataLoader(torch.ones(8, 3), 4)
     model, optimizer = linear()
-    assert (numbers(3, 1), model.stats().samples) == ([0, 1, 2], 12)
+    assert list(steps_of(model, optimizer, loader, 3, of_each=1)) == [0, 1, 2]
+    assert model.stats().samples == 12
     model, optimizer = linear()
     monkeypatch.setattr(model._worker, "total_samples", lambda: 5 * model.stats().samples)
-    assert numbers(8) == [0, 2, 5, 7], "the others are past those between"
+    assert list(steps_of(model, optimizer, loader, 8)) == [0, 2, 5, 7], "others are past the rest"
 
 
 def test_a_stop_ends_batches_and_epochs(linear):
     model, optimizer = linear(method="gossip", budget_samples=100)
+    loop = model._worker._loop
+    model._worker._call(lambda: setattr(loop, "_publish_due_s", math.inf))  # news comes later
     for batch in model.batches([torch.ones(5, 3)]):
         step(model, optimizer, batch)
         assert not model.finished
@@ -212,9 +208,7 @@ def test_how_long_an_epoch_is_may_be_given(linear):
     loader = type("Endless", (list,), {"dataset": object()})([torch.ones(4, 3)])
     with pytest.raises(ValueError, match=r"give epochs\(\.\.\., samples=\)"):
         model.epochs(loader, 2)
-    for _, batches in model.epochs(loader, 2.0, samples=8.0):
-        for inputs in batches:
-            step(model, optimizer, inputs)
+    assert list(steps_of(model, optimizer, loader, 2.0, samples=8.0)) == [0, 0, 1, 1]
     assert (model.stats().samples, str(model._worker.batches.budget_samples)) == (16, "16")
 
 
@@ -228,39 +222,34 @@ def test_batches_that_a_dataset_holds_are_not_counted_as_samples(linear):
     assert model._worker.batches.budget_samples == 24
 
 
-def test_nothing_is_kept_of_what_passes_after_the_end(linear):
-    model, _ = linear()
-    model.consolidate()
-    model(torch.ones(5, 3))
-    assert model._worker.batches._forwarded == []
-
-
 @pytest.mark.parametrize(
-    ("samples", "waited_s", "is_told"),
-    [(16, 9.0, False), (17, 9.0, False), (32, 9.0, True), (32, 4.9, False)],
+    ("num_epochs", "samples", "waited_s", "later", "is_told"),
+    [
+        (2, 16, 9.0, 200, False),
+        (2, 17, 9.0, 200, False),  # late news
+        (2, 18, 9.0, 49, False),
+        (2, 18, 9.0, 50, True),
+        (2, 32, 4.9, 200, False),  # late news too: it has waited for less than a time-out
+        (0, 32, 9.0, 200, False),  # without epochs the script has stopped the run
+        (None, 32, 0.0, 200, True),  # it counts its own steps
+    ],
 )
 def test_who_counts_shorter_epochs_than_the_others_says_so(
-    linear, monkeypatch, caplog, *, samples, waited_s, is_told
+    linear, monkeypatch, caplog, *, num_epochs, samples, waited_s, later, is_told
 ):
-    """Its dataset is shorter, so the others train on after its last epoch.
-
-    17 samples are late news; so are 32 if it waits for less than a time-out.
-    """
+    """Its dataset is shorter, so the others train on after its last epoch."""
     model, optimizer = linear()
-    for _, batches in model.epochs(DataLoader(torch.ones(8, 3), 4), 2):
-        for inputs in batches:
-            step(model, optimizer, inputs)
-    end = Consolidated(0.0, 2, samples, 204, {0: 4, 1: 200})
-    clock = Clock()
-    monkeypatch.setattr("gossipdp.parallel.module.time", SimpleNamespace(monotonic=clock))
-
-    def consolidate(timeout_s: float) -> Consolidated:
-        clock.now_s += waited_s
-        return end
-
-    monkeypatch.setattr(model._worker, "consolidate", consolidate)
+    if num_epochs:
+        list(steps_of(model, optimizer, DataLoader(torch.ones(8, 3), 4), num_epochs))
+    elif num_epochs == 0:
+        model.stop()
+    end = Consolidated(0.0, 2, samples, 4 + later, {0: 4, 1: later})
+    times_s = iter([1.0, 1.0 + waited_s])  # before the wait, and after it
+    clock = SimpleNamespace(monotonic=times_s.__next__)
+    monkeypatch.setattr("gossipdp.parallel.module.time", clock)
+    monkeypatch.setattr(model._worker, "consolidate", lambda timeout_s: end)
     model.consolidate()
-    told = "worker 0 ended after 4 steps of its own, and then the others made 200 more."
+    told = f"worker 0 ended after 4 steps of its own, and then the others made {later} more."
     assert [text.startswith(told) for text in caplog.messages] == [True] * is_told
 
 
@@ -270,23 +259,14 @@ def test_who_counts_shorter_epochs_than_the_others_says_so(
 )
 def test_a_second_call_of_epochs_goes_on_where_the_first_stopped(linear, counts, stop, expected):
     model, optimizer = linear()
-
-    def batches(num_epochs):
-        for epoch, of_epoch in model.epochs(DataLoader(torch.ones(20, 3), 10), num_epochs):
-            for batch in of_epoch:
-                yield epoch, batch
-
-    found = []
-    for count, most in zip(counts, (stop, None), strict=True):
-        found.append([])
-        for epoch, batch in islice(batches(count), most):
-            step(model, optimizer, batch)
-            found[-1].append(epoch)
-    assert (found, model.progress(), model.consolidate().samples) == (expected, 1.0, 60)
+    loader = DataLoader(torch.ones(20, 3), 10)
+    first = list(islice(steps_of(model, optimizer, loader, counts[0]), stop))
+    second = list(steps_of(model, optimizer, loader, counts[1]))
+    assert ([first, second], model.progress()) == (expected, 1.0)
+    assert model.consolidate().samples == 60
 
 
 def test_a_loop_after_the_end_is_an_error(linear):
-    """As is going on with a loop in whose body the run ended."""
     model, optimizer = linear(budget_samples=30)
     batches = model.batches([torch.ones(10, 3)])
     step(model.module, optimizer, next(batches))
@@ -300,14 +280,8 @@ def test_a_loop_after_the_end_is_an_error(linear):
     model.consolidate()
     with pytest.raises(RuntimeError, match="the run has ended"):
         model.epochs(DataLoader(torch.ones(20, 3)), 1)
-
-
-def test_the_run_may_end_in_the_body_of_its_last_batch(linear):
-    model, optimizer = linear(budget_samples=20)
-    for batch in model.batches([torch.ones(10, 3)]):
-        step(model.module, optimizer, batch)
-        if model.finished:
-            assert model.consolidate().samples == 20
+    model(torch.ones(5, 3))
+    assert model._worker.batches._forwarded == [], "nothing is kept of what passes now"
 
 
 def test_a_loop_without_a_step_says_so(linear, caplog):
@@ -326,13 +300,11 @@ def test_a_loop_without_a_step_says_so(linear, caplog):
 @pytest.mark.parametrize("size", [4, None])
 @pytest.mark.parametrize("order", [None, torch.Generator()])
 @pytest.mark.parametrize("kind", [RandomSampler, SubsetRandomSampler, WeightedRandomSampler])
-def test_random_samplers_that_draw_alike_get_a_warning(
-    linear, monkeypatch, caplog, *, kind, order, size
-):
+def test_samplers_that_draw_alike_get_a_warning(linear, monkeypatch, caplog, *, kind, order, size):
     """Without a ``size`` the sampler lies within the loader's sampler of batches."""
-    monkeypatch.setattr(Entry, "draws_alike", True)
     arguments = ([1.0] * 12, 12) if kind is WeightedRandomSampler else (range(12),)
     model, _ = linear(budget_samples=20)
+    monkeypatch.setattr(model._worker, "world_size", 2)  # both with torch's state of the start
     sampler = kind(*arguments, generator=order)
     if size is None:
         sampler = BatchSampler(sampler, 4, drop_last=False)
@@ -344,15 +316,11 @@ def test_random_samplers_that_draw_alike_get_a_warning(
 
 
 @pytest.mark.parametrize("shuffles", [False, True])
-@pytest.mark.parametrize("is_of_batches", [False, True])
-def test_a_sampler_of_fixed_shares_gets_a_warning(linear, shuffles, is_of_batches, caplog):
+def test_a_sampler_of_fixed_shares_gets_a_warning(linear, shuffles, caplog):
     """One that shuffles draws another share in each pass, since batches() sets its epoch."""
     data = torch.ones(12, 3)
     sampler = DistributedSampler(data, 2, 0, shuffle=shuffles)
-    if is_of_batches:
-        loader = DataLoader(data, batch_sampler=BatchSampler(sampler, 3, drop_last=False))
-    else:
-        loader = DataLoader(data, 3, sampler=sampler)
+    loader = DataLoader(data, batch_sampler=BatchSampler(sampler, 3, drop_last=False))
     model, optimizer = linear(budget_samples=20)
     next(model.batches(loader))  # a loop that is broken off
     for batch in model.batches(loader):

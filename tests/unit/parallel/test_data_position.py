@@ -64,9 +64,7 @@ class DrawnBatches:
 SAMPLED = {
     "shuffled": lambda given: {"shuffle": True, "generator": given},
     "distributed": lambda _: {"sampler": DistributedSampler(NUMBERS, num_replicas=2, rank=1)},
-    "weighted": lambda given: {
-        "sampler": WeightedRandomSampler([1.0] * NUM_SAMPLES, NUM_SAMPLES, generator=given)
-    },
+    "weighted": lambda given: {"sampler": WeightedRandomSampler([1.0] * 12, 12, generator=given)},
     "drawn by Random": lambda _: {"batch_sampler": DrawnBatches(random.Random(3))},
     "drawn batches": lambda _: {"batch_sampler": DrawnBatches(numpy.random.default_rng(3))},
     "drawn by RandomState": lambda _: {"batch_sampler": DrawnBatches(numpy.random.RandomState(3))},
@@ -141,17 +139,11 @@ CASES = [
     ("drawn batches", "persistent workers", 8, False, "batches"),
     ("stream", "persistent workers", 15, False, "batches"),
 ]
-ROWS = [
-    pytest.param(
-        row, id=", ".join(map(str, row)), marks=[pytest.mark.processes] if WORKERS[row[1]] else []
-    )
-    for row in CASES
-]
+ROWS = [pytest.param(*row, marks=pytest.mark.processes if WORKERS[row[1]] else ()) for row in CASES]
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_every_loader_goes_on_where_it_was(train, row):
-    order, workers, save_at, has_generator, loop = row
+@pytest.mark.parametrize(("order", "workers", "save_at", "has_generator", "loop"), ROWS)
+def test_every_loader_goes_on_where_it_was(train, order, workers, save_at, *, has_generator, loop):
     options = {"has_generator": has_generator, **WORKERS[workers]}
     whole = train(make_loader(order, **options), save_at, loop)
     assert len(whole) >= 18

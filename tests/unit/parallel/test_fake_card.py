@@ -69,7 +69,6 @@ def exchange(model: GossipDataParallel) -> None:
 
 
 def test_a_step_within_a_graph_is_refused(started, monkeypatch):
-    """Its replays would step without exchanging."""
     net, optimizer, model = started(torch.float32)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -97,6 +96,7 @@ def test_a_loss_on_a_device_is_read_after_the_next_boundary(card, started, tmp_p
 def test_the_main_thread_finishes_before_the_other_takes_over(card, started):
     """Rule 4; and before it reads chunk by chunk, so that the other waits for no step."""
     net, optimizer, model = started(torch.float32)
+    assert "_start_thread" in card.finishes
 
     def finishes(use):
         card.finishes.clear()
@@ -112,7 +112,8 @@ def test_the_main_thread_finishes_before_the_other_takes_over(card, started):
     assert "_queued_boundary" in finishes(lambda: step(net, optimizer))
     assert "_copies" in finishes(model.state_dict)
     assert "_forget" in finishes(lambda: net.load_state_dict(net.state_dict()))
-    assert "flow" in finishes(model.save_checkpoint)
+    assert "swap" in finishes(model._worker.end_averaged)
+    assert "tensors" in finishes(model.save_checkpoint)
     assert "_wait_for_average" in finishes(model.consolidate)
 
 

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from checkpointing import sgd, step
+from checkpointing import full, sgd, step
 from run_processes import run_python
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -204,20 +204,19 @@ def test_the_module_can_be_saved_and_copied_whole(wrap_sgd, tmp_path, monkeypatc
 
 
 def threads() -> list[str]:
-    return [each.name for each in threading.enumerate() if each.name.startswith("gossipdp")]
+    own = [each for each in threading.enumerate() if each.name.startswith("gossipdp")]
+    assert all(each.daemon for each in own), "it would hold up the interpreter's end"
+    return [each.name for each in own]
 
 
-@pytest.mark.parametrize("in_a_cycle", [False, True])
-def test_a_model_that_is_dropped_ends_its_thread(tmp_path, in_a_cycle):
+def test_a_model_that_is_dropped_ends_its_thread(tmp_path):
     net = nn.Linear(2, 1)
     optimizer = sgd(net)
-    model = GossipDataParallel(
-        net, optimizer, checkpoints=Checkpoints(tmp_path, 1), monitor=Monitor(tmp_path / "log", 0)
-    )
+    saving, monitor = Checkpoints(tmp_path, 1), Monitor(tmp_path / "log", 0)
+    model = GossipDataParallel(net, optimizer, checkpoints=saving, monitor=monitor)
     step(model, optimizer, torch.ones(1, 2))
     assert threads()
-    if in_a_cycle:
-        model.itself = [model]
+    model.itself = [model]  # a cycle
     gone = weakref.ref(model)
     del model
     gc.collect()
@@ -253,50 +252,37 @@ def test_a_model_that_is_closed_ends_what_its_thread_has_others_do(linear, monke
 )
 def test_a_model_that_cannot_be_wrapped_leaves_no_thread(monkeypatch, owner, what):
     """One so large that its boundaries have helpers, wherever the wrapping fails."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError("no such luck")  # a mock would keep it, and what its traceback holds
-
-    monkeypatch.setattr(owner, what, fail)
+    monkeypatch.setattr(owner, what, full)  # a mock would keep what its traceback holds
     monkeypatch.setattr("gossipdp.dynamics.state.LEAST_HELPED_VALUES", 1)
     monkeypatch.setenv("GOSSIPDP_KERNELS", "numba")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     net = nn.Linear(2, 1)
-    with pytest.raises(OSError, match="no such luck"):
+    with pytest.raises(OSError, match="No space left"):
         GossipDataParallel(net, sgd(net))
     assert threads() == []
 
 
-def test_a_dropped_wrapper_s_optimizers_warn_once(caplog):
-    nets = [nn.Linear(2, 1), nn.Linear(2, 1)]
-    optimizers = [sgd(net) for net in nets]
-    net = GossipDataParallel(nn.ModuleList(nets), optimizers).module  # and nothing keeps it
-    gc.collect()
-    assert not caplog.records
-    for _ in range(2):
-        for optimizer in optimizers:
-            step(net[0], optimizer, torch.ones(1, 2))
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert record.getMessage().startswith("this model trains alone")
-
-
-@pytest.mark.parametrize("end", ["close", "consolidate", "wrap again"])
-def test_after_an_end_on_purpose_nothing_is_said(wrap, caplog, end):
-    net = nn.Linear(2, 1)
-    optimizer = sgd(net)
-    model = GossipDataParallel(net, optimizer)
-    if end != "wrap again":
+@pytest.mark.parametrize("end", ["none", "close", "consolidate", "wrap again"])
+def test_a_dropped_wrapper_s_optimizers_warn_once_unless_it_was_ended(wrap, caplog, end):
+    net = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+    optimizers = [sgd(part) for part in net]
+    model = GossipDataParallel(net, optimizers)
+    if end in ("close", "consolidate"):
         getattr(model, end)()
     del model
     gc.collect()
-    if end == "wrap again":
-        wrap(net, optimizer)
-    step(net, optimizer, torch.ones(1, 2))
     assert not caplog.records
+    if end == "wrap again":
+        wrap(net, optimizers)
+    for _ in range(2):
+        for part, optimizer in zip(net, optimizers, strict=True):
+            step(part, optimizer, torch.ones(1, 2))
+    levels = [each.levelno for each in caplog.records]
+    assert levels == [logging.WARNING] * (end == "none")
+    assert caplog.text.count("this model trains alone") == (end == "none")
 
 
-@pytest.mark.parametrize("what", ["module", "parameter"])
+@pytest.mark.parametrize("what", ["module", "parameter", "new head"])
 def test_what_is_added_to_the_module_is_an_error_at_the_next_step(wrap_sgd, what):
     net = nn.Sequential(nn.Linear(2, 1))
     _, optimizer = wrap_sgd(net)
@@ -304,17 +290,12 @@ def test_what_is_added_to_the_module_is_an_error_at_the_next_step(wrap_sgd, what
     nn.Linear(2, 1)  # no part of it
     optimizer.step()
     if what == "module":
-        net.head, name = nn.Linear(1, 1), r"head\.weight"
-    else:
-        net[0].scale, name = nn.Parameter(torch.ones(1)), r"0\.scale"
+        net.head, message = nn.Linear(1, 1), r"'head\.weight' was added to the module after"
+    elif what == "parameter":
+        net[0].scale, message = nn.Parameter(torch.ones(1)), r"'0\.scale' was added to the module"
+    else:  # it takes the old one's place, and has an optimizer of its own
+        net[0], message = nn.Linear(2, 1), r"'0\.weight' was replaced after"
+        optimizer = sgd(net[0])
     for _ in range(2):
-        with pytest.raises(ModelChangedError, match=rf"'{name}' was added to the module after"):
+        with pytest.raises(ModelChangedError, match=message):
             optimizer.step()
-
-
-def test_a_new_head_that_takes_the_old_ones_place_is_an_error_at_its_own_step(wrap):
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    wrap(net, sgd(net))
-    net[1] = nn.Linear(2, 1)
-    with pytest.raises(ModelChangedError, match=r"'1\.weight' was replaced after"):
-        sgd(net[1]).step()

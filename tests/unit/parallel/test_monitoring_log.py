@@ -4,12 +4,13 @@ import math
 import sys
 import threading
 from contextlib import closing
+from unittest.mock import Mock
 
 import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import nn
-from waiting import FOR_EVER_S, LONGEST_S, wait_until
+from waiting import FOR_EVER_S, wait_until
 
 from gossipdp import Checkpoints, Counting, GossipDataParallel, Monitor, Network
 from gossipdp.gossip.exchange import CompletedExchange
@@ -61,12 +62,8 @@ def test_notices_and_exchanges_are_written_once_however_often_the_log_is_looked_
     notices = (Notice(1, "lost", 5, 1), Notice(2, "lost", 5.5, 2), Notice(1, "answered", 6, 3, 1.2))
     ended = tuple(CompletedExchange(1, True, at_s, 2 * at_s, 0.0) for at_s in (1.0, 2.0, 3.0, 4.0))
     for noticed, exchanged in ((1, 0), (1, 0), (1, 2), (3, 2), (3, 3), (3, 3), (3, 4)):
-        now = replace(
-            stats,
-            noticed=notices[:noticed],
-            exchanges_initiated=exchanged,
-            recent_exchanges=ended[:exchanged],
-        )
+        news = {"noticed": notices[:noticed], "recent_exchanges": ended[:exchanged]}
+        now = replace(stats, exchanges_initiated=exchanged, **news)
         log._stats = lambda now=now: now
         log._write_last()
     model.close()
@@ -103,15 +100,17 @@ def test_a_second_model_leaves_the_log_of_the_first_alone(tmp_path, caplog):
     assert (len(worker.lives), worker.counts[-1].gradient_steps) == (1, 3)
 
 
-def test_a_log_s_disk_that_hangs_holds_up_no_end(tmp_path, monkeypatch):
-    model = train(tmp_path)
-    log = model._worker.monitoring
+def test_a_log_s_disk_that_hangs_holds_up_the_end_by_20_s_in_all(tmp_path, monkeypatch):
+    model, longest_s, waits_s = train(tmp_path), monitoring.JOIN_TIMEOUT_S, []
+    log, join = model._worker.monitoring, threading.Thread.join
     monkeypatch.setattr(monitoring, "JOIN_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(threading.Thread, "join", lambda *of: waits_s.append(of[1:]) or join(*of))
     with log._lock:
         for number in range(1000):
             model.log(number=number)
         assert log._new_values.keys() <= {"number", "learning_rate"}
         model.consolidate()
+    assert waits_s.count((0.05,)) * longest_s == 20.0
     wait_until(lambda: read(tmp_path).end is not None, "all is written later")
     assert read(tmp_path).last_values()["number"] == 999
 
@@ -132,13 +131,18 @@ def test_the_thread_writes_while_it_trains_and_ends_with_the_run(tmp_path, monke
     log._stats = lambda: held.append(log._lock.locked()) or stats
     log._wake.set()
     wait_until(lambda: held, "it looks again")
+    may_end, join = threading.Event(), log._thread.join
+    log._wake.clear = may_end.wait  # it ends only once somebody waits for its end
+    log._thread.join = lambda limit_s: may_end.set() or join(limit_s)
     model.close()
+    assert not log._thread.is_alive()
     assert len(held) > 1, "the end writes too"
     assert all(held)
     train(tmp_path / "idle", num_steps=0).close()
     assert read(tmp_path / "idle").counts == [], "nothing has happened"
     model = train(None)  # and without a directory there is none
-    assert (model._worker.monitoring._writer, model._worker.monitoring.page) == (None, None)
+    unasked = model._worker.monitoring
+    assert (unasked._writer, unasked.page, unasked._values) == (None, None, {})
     model.close()
     assert not [each for each in threading.enumerate() if each.name.startswith("gossipdp-log")]
 
@@ -181,33 +185,33 @@ def test_who_takes_another_rank_goes_on_in_that_one_s_log_and_leaves_the_other(t
     assert (former.counts[-1].gradient_steps, former.last_values()) == (3, {"learning_rate": 0.1})
     assert (present.counts[-1].gradient_steps, present.counts[-1].samples) == (1, 8)
     assert present.last_values() == {"accuracy": 0.5}
+    idle = train(tmp_path / "idle", num_steps=0)
+    idle._worker.rank = 4
+    idle._worker.monitoring.come_again()
+    idle.close()
+    assert read(tmp_path / "idle", 4).counts == [], "nothing has happened"
 
 
 def test_a_loss_that_can_be_read_no_more_is_left_out(tmp_path):
     model = train(tmp_path, num_steps=0, counting=Counting(samples_per_step=8))
     model.log(loss=torch.empty((), device="meta"))
-    model.log(loss=np.float32(2.0))
+    for loss in range(1000):  # a record holds the mean of the last 256
+        model.log(loss=np.float32(loss))
     model._worker.stepped(0)
     model.close()
-    assert [step.loss for step in read(tmp_path).counts] == [2.0]
+    assert [step.loss for step in read(tmp_path).counts] == [871.5]
 
 
 def test_what_goes_wrong_in_the_log_ends_neither_thread_nor_run(tmp_path, caplog, monkeypatch):
-    asked = threading.Event()
-
-    def fail(self: RunLogWriter) -> float:
-        asked.set()
-        raise RuntimeError("out of order")
-
-    monkeypatch.setattr(RunLogWriter, "wait_s", fail)
+    monkeypatch.setattr(RunLogWriter, "wait_s", wait_s := Mock(side_effect=RuntimeError("of ours")))
     model = train(tmp_path)
-    assert asked.wait(LONGEST_S)
+    wait_until(lambda: wait_s.called, "the log's thread has failed")
     model.log(accuracy=0.5)
     model.consolidate()
     worker = read(tmp_path)
     assert (worker.end is not None, worker.counts[-1].gradient_steps) == (True, 3)
     assert worker.last_values()["accuracy"] == 0.5
-    assert caplog.text.count("RuntimeError('out of order')): training goes on") == 1
+    assert caplog.text.count("RuntimeError('of ours')): training goes on") == 1
 
 
 def test_a_run_that_resumes_goes_on_with_its_log(tmp_path):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from waiting import wait_until
 
 from gossipdp import Counting, Monitor, Network
@@ -20,6 +19,7 @@ from gossipdp.observe.status import METRICS_PATH, ask
 from gossipdp.parallel.monitoring import MEAN_OF_LOSSES
 from gossipdp.parallel.stats import Stats
 from gossipdp.parallel.worker import Worker
+from gossipdp.protocol.actions import Notice
 from gossipdp_lab.report.run_log import RunLog
 
 
@@ -69,9 +69,8 @@ def test_a_worker_tells_how_far_it_is(make, tmp_path, method):
     known = {"budget_samples": 64, "comm_rate": 0.5, "timeout_s": 2.0, "seed": 7}
     assert {name: configuration[name] for name in known} == known
     assert not math.isnan(status.since_step_s)
-    assert [(each.rank, each.state, each.status_address) for each in status.members] == [
-        (0, "training", address)
-    ]
+    (own,) = status.members
+    assert (own.rank, own.state, own.status_address) == (0, "training", address)
     shown = lambda: ask_anew(model, address).members[0].since_step_s  # noqa: E731
     wait_until(lambda: shown() is not None, "the gossip thread has looked at progress")
     assert shown() >= 0
@@ -86,7 +85,8 @@ def test_a_metric_needs_no_other_place_than_its_field(make, tmp_path, monkeypatc
         value = f"as {name}" if metric.kind == "word" else 100 + index
         counted[name] = {7: value} if metric.label else value
     own = {"gradient_steps": 1, "samples": 8}  # the log counts these itself
-    stats = Stats(rank=0, world_size=1, **counted)
+    noticed = tuple(Notice(1, "lost", float(number), number) for number in range(1, 31))
+    stats = Stats(rank=0, world_size=1, noticed=noticed, **counted)
     monkeypatch.setattr(Worker, "stats", lambda self: stats)
     model, address = make(monitor=Monitor(status_port=0, log_dir=tmp_path))
     train(model, 1)
@@ -95,6 +95,7 @@ def test_a_metric_needs_no_other_place_than_its_field(make, tmp_path, monkeypatc
     model.close()
     last = RunLog.read(tmp_path).workers[0].counts[-1]
     assert {name: getattr(status, name) for name in counted} == counted
+    assert status.noticed == noticed[10:], "the last 20"
     assert {name: getattr(last, name) for name in counted} == counted | own
     for name, metric in metrics_of(Counters).items():
         if metric.kind == "word":
@@ -113,9 +114,9 @@ def ask_anew(model, address):
     return ask(address)
 
 
-def test_what_the_script_logs_is_shown(make):
+def test_what_the_script_logs_and_the_budget_of_its_epochs_are_shown(make):
     model, address = make(monitor=Monitor(status_port=0))
-    assert ask(address).logged == {}
+    assert (ask(address).logged, ask(address).budget_samples) == ({}, None)
     for step in range(2 * MEAN_OF_LOSSES):
         loss = torch.tensor(float(step), requires_grad=True)
         model.log(loss=loss, lr=0.1 * step, name="text")
@@ -127,6 +128,8 @@ def test_what_the_script_logs_is_shown(make):
     for number in range(200):
         model.log(**{f"value {number}": number})
     assert len(ask_anew(model, address).logged) == 101
+    model.epochs([torch.ones(10, 2)], 3, samples=20)
+    assert ask_anew(model, address).budget_samples == 60
 
 
 def test_the_argument_counts_before_the_variable(make, monkeypatch, caplog):
@@ -168,12 +171,3 @@ def test_a_port_in_use_is_a_warning_and_a_wrong_one_an_error(make, monkeypatch, 
     monkeypatch.setenv("GOSSIPDP_STATUS_PORT", "-1")
     with pytest.raises(ValueError, match="GOSSIPDP_STATUS_PORT is -1"):
         make()
-
-
-def test_the_budget_of_epochs_is_shown_once_they_begin(make):
-    model, address = make(monitor=Monitor(status_port=0))
-    assert ask(address).budget_samples is None
-    loader = DataLoader(TensorDataset(torch.ones(20, 2)), batch_size=10)
-    epochs = model.epochs(loader, 3)
-    wait_until(lambda: ask(address).budget_samples == 60, "the page is made anew")
-    epochs.close()

@@ -1,45 +1,24 @@
 """Optimizers that keep a copy of the weights are found by their values, and no others are."""
 
-import logging
 from functools import partial
 
 import pytest
 import torch
+from own_optimizer import OwnOptimizer
 from torch import nn
 
 from gossipdp import Exchange
-from gossipdp.parallel.optimizer_watch import OptimizerWatch, _is_between
+from gossipdp.parallel.optimizer_watch import OptimizerWatch, _is_between, _is_telling
+
+# Lookahead (arXiv 1907.08610) begins with its first way back, here in the fifth step; an average
+# before the step. Prodigy remembers where it began; the last step equals what began at zero.
+LOOKAHEAD = partial(OwnOptimizer, make=lambda p: p - 0.05 * p.grad, key="slow", at_step=5)
+AVERAGE = partial(OwnOptimizer, make=lambda p: p - 0.3 * 0.05 * p.grad, key="average")
+FLAT_START = partial(OwnOptimizer, make=lambda p: p.flatten().clone(), key="p0")
+LAST_STEP = partial(OwnOptimizer, make=lambda p: -0.05 * p.grad, key="velocity")
 
 
-class Own(torch.optim.Optimizer):
-    """Moves each parameter by plain descent; what subclasses do besides is theirs."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.05})
-        self.num_steps = 0
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.num_steps = self.state["step"] = self.num_steps + 1
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None:
-                self.move(parameter, self.state[parameter])
-
-    def move(self, parameter, state):
-        parameter.sub_(parameter.grad, alpha=0.05)
-
-
-class Lookahead(Own):
-    """Every fifth step goes back half of the way (arXiv 1907.08610)."""
-
-    def move(self, parameter, state):
-        super().move(parameter, state)
-        if self.num_steps % 5 == 0:
-            slow = state.setdefault("slow", parameter.clone())
-            parameter.copy_(slow.lerp_(parameter, 0.5))
-
-
-class MastersAside(Own):
+class MastersAside(OwnOptimizer):
     """Steps float32 copies, outside of its state, and writes them over the parameters."""
 
     def __init__(self, params):
@@ -56,32 +35,6 @@ class MastersTogether(MastersAside):
     """The same, with the copies in its state, and of no parameter."""
 
     masters = property(lambda self: self.state["all"], lambda self, all: self.state.update(all=all))
-
-
-class Average(Own):
-    """Keeps an average, begun before the step."""
-
-    def move(self, parameter, state):
-        average = state.setdefault("average", parameter.clone())
-        super().move(parameter, state)
-        average.lerp_(parameter, 0.3)
-
-
-class FlatStart(Own):
-    """Remembers where it began, as Prodigy does."""
-
-    def move(self, parameter, state):
-        state.setdefault("p0", parameter.flatten().clone())
-        super().move(parameter, state)
-
-
-class Velocity(Own):
-    """Keeps its last step, which equals a parameter that began at zero."""
-
-    def move(self, parameter, state):
-        velocity = state.setdefault("velocity", torch.zeros_like(parameter))
-        velocity.mul_(0.9).sub_(parameter.grad, alpha=0.05)
-        parameter.add_(velocity)
 
 
 def make_net() -> nn.Module:
@@ -110,24 +63,25 @@ def train(wrap, make, steps=3, dtype=torch.float32, net=None, **options):
 @pytest.mark.parametrize(
     ("kind", "key", "dtype", "at_step"),
     [
-        (Lookahead, "slow", torch.float32, 5),
+        (LOOKAHEAD, "slow", torch.float32, 5),
         (MastersAside, "masters", torch.bfloat16, 1),
         (MastersTogether, "all", torch.bfloat16, 1),
         (MastersAside, "masters", torch.float32, 1),  # in memory that was the parameters'
-        (Average, "average", torch.float64, 1),
-        (FlatStart, "p0", torch.float32, 1),
+        (AVERAGE, "average", torch.float64, 1),
+        (FLAT_START, "p0", torch.float32, 1),
         (torch.optim.ASGD, "ax", torch.float32, 1),
     ],
 )
 def test_a_copy_of_the_weights_is_found_where_it_appears(wrap, kind, key, dtype, at_step):
     train(wrap, kind, at_step - 1, dtype)
-    message = rf"the {kind.__name__} keeps its own copy of the weights: '{key}' of parameter '0\."
+    name = getattr(kind, "func", kind).__name__
+    message = rf"the {name} keeps its own copy of the weights: '{key}' of parameter '0\."
     with pytest.raises(ValueError, match=message):
         train(wrap, kind, at_step, dtype)
 
 
 def test_a_copy_that_is_to_be_exchanged_is_none_of_our_business(wrap):
-    train(wrap, Average, exchange=Exchange(moments={"average": 1}))
+    train(wrap, AVERAGE, exchange=Exchange(moments={"average": 1}))
 
 
 ORDINARY = {
@@ -135,15 +89,14 @@ ORDINARY = {
     for name, kind in sorted(vars(torch.optim).items())
     if isinstance(kind, type)
     and issubclass(kind, torch.optim.Optimizer)
-    and kind not in (torch.optim.Optimizer, torch.optim.SparseAdam, torch.optim.Muon)
-    and kind is not torch.optim.ASGD  # it keeps an average
+    and name not in ("Optimizer", "SparseAdam", "Muon", "ASGD")  # the last keeps an average
 } | {
     "Muon": lambda params: torch.optim.Muon([each for each in params if each.dim() == 2]),
     "momentum": partial(torch.optim.SGD, lr=1.0, momentum=0.9),
     "foreach": partial(torch.optim.AdamW, foreach=True),
     "fused": partial(torch.optim.AdamW, fused=True),
     "sums from 1": partial(torch.optim.Adagrad, initial_accumulator_value=1),
-    "none": Own,
+    "none": OwnOptimizer,
     "rate 0": partial(torch.optim.SGD, lr=0.0),
     "one iteration": partial(torch.optim.LBFGS, lr=0.01, max_iter=1),  # alone it has no exchanges
 }
@@ -156,7 +109,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)  # each in one of them
 def test_no_ordinary_optimizer_is_taken_for_one(wrap, caplog, name, dtype):
     num_steps = 1 if name == "LBFGS" and dtype == torch.bfloat16 else 4  # then it diverges
     train(wrap, ORDINARY[name], num_steps, dtype)
-    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -189,7 +142,7 @@ def test_a_parameter_that_begins_at_a_constant_proves_nothing(wrap, start):
     nn.init.constant_(net[3].weight, start)
     with torch.no_grad():
         net[0].weight.mul_(start)
-    train(wrap, Velocity, net=net)
+    train(wrap, LAST_STEP, net=net)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +172,19 @@ def test_a_copy_lies_between_the_values_before_and_after_the_step():
     step = before.flip(0)
     for at, is_copy in ((-0.02, False), (-0.005, True), (1.005, True), (1.02, False)):
         assert _is_between(before + at * step, before, before + step) is is_copy, at
+    for size, proves in ((1.0, True), (1.01, False)):  # a step is no larger than the parameter
+        assert _is_telling(nn.Parameter(before), 0.0, before, before + size * step) is proves
+
+
+@pytest.mark.parametrize(("scale", "is_telling"), [(None, True), (2.0, False), (2.5, True)])
+def test_a_gradient_hides_a_copy_only_where_it_looks_like_the_parameter(scale, is_telling):
+    """``scale``: of the parameter to the gradient; None: they are orthogonal."""
+    before = torch.tensor([3.0, -3.0, 4.0, -4.0], dtype=torch.float64)
+    parameter = nn.Parameter(before.clone())
+    unlike = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+    parameter.grad = unlike if scale is None else before / scale
+    after = before - 0.1 * parameter.grad
+    assert _is_telling(parameter, 0.0, before, after) is is_telling
 
 
 def test_a_first_step_without_an_effect_gets_a_warning(wrap_sgd, caplog):

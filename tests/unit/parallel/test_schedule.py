@@ -36,9 +36,7 @@ def test_shapes(shape, options, expected):
 
 def test_one_cycle_is_torch_s():
     optimizer = sgd()
-    theirs = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=0.1, total_steps=1001, cycle_momentum=False
-    )
+    theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 1001, cycle_momentum=False)
     expected = [theirs.get_last_lr()[0] / 0.1]
     for _ in range(1000):
         optimizer.step()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from flattened import flatten
 from process_group import process_group
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -11,11 +12,10 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gossipdp import Checkpoints, ModelChangedError, Network
+from gossipdp import Checkpoints, ModelChangedError, Network, PeerLostError
 from gossipdp.dynamics.chunks import Role
 from gossipdp.launcher.environment import Environment
 from gossipdp.parallel import training_state
-from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.shards import Agreed, Replica, as_sharded, local
 from gossipdp.parallel.views import views_of
 
@@ -51,7 +51,7 @@ def take_step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def test_parameters_stay_where_fsdp_put_them_and_a_shard_laid_elsewhere_is_an_error(alone):
     net = fully_shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)))
     before = [local(parameter).data_ptr() for parameter in net.parameters()]
-    flat = FlatParameters(net, [adamw(net)], views_of(net, [adamw(net)]), momentum=True)
+    flat = flatten(net, adamw(net))
     assert [local(parameter).data_ptr() for parameter in net.parameters()] == before
     with torch.no_grad():
         for segment in flat.state.segments:
@@ -93,7 +93,7 @@ def test_roles_by_size_are_alike_in_all_processes_of_a_replica(four):
 
 def test_a_state_dict_has_what_exchanges_brought(alone):
     net = fully_shard(make_net())
-    flat = FlatParameters(net, [adamw(net)], views_of(net, [adamw(net)]), momentum=True)
+    flat = flatten(net, adamw(net))
     values = net.state_dict()
     flat.export(values, [torch.full_like(segment.x, 3) for segment in flat.state.segments])
     assert isinstance(values["0.weight"], DTensor)
@@ -194,6 +194,17 @@ def test_a_replica_adds_up_samples_and_knows_of_the_others_once(monkeypatch):
         replica = Replica(Environment(shard=shard, num_shards=2), group=object())
         agreed = replica.agree(own)
     assert agreed == Agreed(8, others_samples=50, is_stopped=True, is_ending=True)
+
+
+def test_a_process_whose_replica_has_lost_another_says_so(monkeypatch):
+    def all_reduce(numbers: torch.Tensor, group: object) -> None:
+        raise RuntimeError("Connection closed by peer [10.0.0.1]:4000\nException raised from ...")
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    replica = Replica(Environment(shard=1, num_shards=2), group=object())
+    message = r"which holds shard 1, cannot go on: .* \(Connection closed by peer \[.*\]:4000\)$"
+    with pytest.raises(PeerLostError, match=message):
+        replica.agree(Agreed(3))
 
 
 def test_each_shard_has_files_of_its_own(tmp_path):

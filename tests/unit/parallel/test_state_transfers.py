@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from clocks import Clock
 from torch import nn
 
 from gossipdp.dynamics.chunks import Role
@@ -56,18 +57,15 @@ class Peers:
         self.num_chunks_received += 1
         answers = self.states[peer]
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
-        if isinstance(answer, Exception):
-            on_end(answer)
-            return
-        assert (answer is None) == (unfold is None)
-        try:
-            rooms = [] if answer is None else unfold(answer.layout)
-        except ValueError as error:
-            on_end(TurnedAwayError(f"worker {peer} cannot give its state: {error}"))
-            return
-        for source, room in zip(answer.tensors if answer else (), rooms, strict=True):
-            answer.copy(source, room)
-        on_end(None)
+        assert isinstance(answer, Exception) or (answer is None) == (unfold is None)
+        if isinstance(answer, Offer):
+            try:
+                for source, room in zip(answer.tensors, unfold(answer.layout), strict=True):
+                    answer.copy(source, room)
+                answer = None
+            except ValueError as error:
+                answer = TurnedAwayError(f"worker {peer} cannot give its state: {error}")
+        on_end(answer)
 
 
 @pytest.fixture
@@ -76,17 +74,11 @@ def peers() -> Peers:
 
 
 @pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Return the time, in a list of one; only pauses take any."""
-    now = [0.0]
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-        assert now[0] < 20.0, "it goes on for ever"
-
-    monkeypatch.setattr(training_state.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(training_state.time, "sleep", sleep)
-    return now
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Return the time, of which only pauses take any."""
+    clock = Clock(longest_s=20.0)
+    monkeypatch.setattr(training_state, "time", SimpleNamespace(monotonic=clock, sleep=clock.sleep))
+    return clock
 
 
 STATE = State([Segment(torch.ones(3), Role.TRAINED)])
@@ -102,9 +94,7 @@ def test_the_nearest_gives_and_after_one_that_dies_the_next_gives_all(peers):
     assert (rate_of(take(peers)), peers.asked) == (0.25, [1, 4])
 
 
-@pytest.mark.parametrize(
-    "bad", [given(0.5, float("nan")), Offer(b"of another program", [], lambda *_: True)]
-)
+@pytest.mark.parametrize("bad", [given(0.5, float("nan")), Offer(b"garbage", [], lambda *_: True)])
 def test_a_poisoned_or_damaged_optimizers_state_is_not_taken(peers, bad):
     peers.states = {1: [bad], 0: [given(0.25)]}
     assert rate_of(take(peers)) == 0.25
@@ -112,15 +102,15 @@ def test_a_poisoned_or_damaged_optimizers_state_is_not_taken(peers, bad):
         training_state.fetch_state(peers, peers, 1, Arriving(1 << 20), 1.0)
 
 
-def test_being_turned_away_for_ever_is_no_progress(peers, now):
+def test_being_turned_away_for_ever_is_no_progress(peers, clock):
     peers.states = {1: [TurnedAwayError("its parameters hold NaN")]}
     with pytest.raises(RendezvousError, match="hold NaN"):
         take(peers)
-    assert 5.0 <= now[0] < 6.0
+    assert 5.0 <= clock.now_s < 6.0
     assert peers.patience[:5] == [1.0, 2.0, 4.0, 5.0, 5.0], "a step may take longer"
 
 
-def test_at_the_start_a_worker_waits_for_its_parent_and_passes_over_a_silent_one(peers, now):
+def test_at_the_start_a_worker_waits_for_its_parent_and_passes_over_a_silent_one(peers, clock):
     peers.protocol.rank = 13
     peers.states = {
         0: [None],
@@ -133,25 +123,25 @@ def test_at_the_start_a_worker_waits_for_its_parent_and_passes_over_a_silent_one
     assert peers.asked == [6, 6, 2, 6, 2, 6, 2]
 
 
-def test_at_the_start_a_worker_waits_for_a_parent_that_waits_itself_however_long(peers, now):
+def test_at_the_start_a_worker_waits_for_a_parent_that_waits_itself_however_long(peers, clock):
     """A large model on a slow link comes down the tree one worker after another."""
     peers.protocol.rank = 3
     peers.states = {0: [None], 1: [NoStateYetError("1 has none")] * 150 + [None]}
     assert take(peers, is_start=True) is None
-    assert now[0] > 5.0
+    assert clock.now_s > 5.0
     assert set(peers.asked) == {1}
 
 
-def test_without_an_ancestor_workers_do_not_wait_for_one_another_for_ever(peers, now):
+def test_without_an_ancestor_workers_do_not_wait_for_one_another_for_ever(peers, clock):
     peers.protocol.rank = 1
     peers.states = {rank: [NoStateYetError(f"{rank} has none")] for rank in (2, 3)}
     with pytest.raises(RendezvousError, match="2 has none"):
         take(peers, is_start=True)
-    assert 5.0 <= now[0] < 6.0
+    assert 5.0 <= clock.now_s < 6.0
 
 
-def test_a_bad_state_of_its_parent_ends_the_start_at_once(peers, now):
+def test_a_bad_state_of_its_parent_ends_the_start_at_once(peers, clock):
     peers.states = {0: [TurnedAwayError("its parameters hold NaN")], 1: [None]}
     with pytest.raises(RendezvousError, match="worker 2 cannot start: its parameters hold NaN"):
         take(peers, is_start=True)
-    assert now[0] == 0.0
+    assert clock.now_s == 0.0

@@ -1,12 +1,14 @@
-"""A worker that ends by itself, and that its run has no average."""
+"""A worker's view of the others, and its end by itself when its run has no average."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from gossipdp.gossip.counters import Counters
+from gossipdp.gossip.exchange import CompletedExchange
 from gossipdp.links.clock import since_boot_s
-from gossipdp.parallel.stats import warn_of_no_average
+from gossipdp.observe.status import MemberStatus
+from gossipdp.parallel.stats import view_of, warn_of_no_average
 from gossipdp.protocol.actions import Notice
 from gossipdp.protocol.members import Member, Status
 
@@ -25,9 +27,7 @@ ALIVE, DONE, LEFT, DEAD = Status.ALIVE, Status.DONE, Status.LEFT, Status.DEAD
         ([ALIVE, ALIVE], None, True, [0, 1]),
     ],
 )
-def test_a_run_without_an_average_is_said_by_the_first_and_by_those_that_leave_others(
-    caplog, statuses, lost_ago_s, is_early, speakers
-):
+def test_who_says_that_a_run_has_no_average(caplog, statuses, lost_ago_s, is_early, speakers):
     """``speakers``: those that would say it, of the workers that are alive."""
     members = [Member(rank, 0, 70 + rank, status) for rank, status in enumerate(statuses)]
     lost = () if lost_ago_s is None else (Notice(0, "lost", since_boot_s() - lost_ago_s),)
@@ -37,3 +37,20 @@ def test_a_run_without_an_average_is_said_by_the_first_and_by_those_that_leave_o
             warn_of_no_average(each.rank, seen, is_early, timeout_s=5.0, newest=None)
     said = [f"worker {rank} ends without consolidate()" for rank in speakers]
     assert [message.partition(": ")[0] for message in caplog.messages] == said
+
+
+def test_the_members_are_shown_by_rank_with_all_that_is_known_of_each():
+    place = {"status_host": "10.0.0.1", "status_port": 9401}
+    seen = SimpleNamespace(
+        members=(Member(0, 0, 70), Member(1, 2, 71, DEAD, **place, restarts=1)),
+        recent_exchanges=[CompletedExchange(1, True, s, 2 * s, 0.0) for s in (1.0, 3.0)],
+        progress={1: (80, 8)},
+        stepped_s={1: 6.0},
+        heard={1: 10.5},  # after the moment that counts as now
+        silent={1},
+        neighbours={1},
+    )
+    counts = {"gradient_steps": 8, "samples": 80, "restarts": 1, "exchange_seconds": 2.0}
+    facts = {"is_silent": True, "is_neighbour": True, "status_address": "10.0.0.1:9401"}
+    other = MemberStatus(1, 2, "lost", since_step_s=4.0, heard_ago_s=0.0, **counts, **facts)
+    assert view_of(seen, 10.0) == (MemberStatus(0, 0, "training"), other)

@@ -20,21 +20,18 @@ from gossipdp.parallel.checkpoint import file_path, read
 from gossipdp.parallel.termination import TERMINATION, Termination
 from gossipdp.protocol.actions import Notice
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-
-
-@pytest.fixture(autouse=True)
-def plain_sigterm():
-    """Have SIGTERM as it comes, before any model is made and after all are closed."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGTERM, before)
-    TERMINATION.failures.clear()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded"),
+    pytest.mark.usefixtures("plain_sigterm"),
+]
 
 
 @pytest.fixture
 def terminable(linear, tmp_path):
-    return linear(tmp_path)
+    """Return a model that has made a step, and its optimizer."""
+    model, optimizer = linear(tmp_path)
+    step(model, optimizer)
+    return model, optimizer
 
 
 def terminate(number: int = signal.SIGTERM) -> None:
@@ -45,7 +42,6 @@ def terminate(number: int = signal.SIGTERM) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_between_two_steps_and_ends_the_worker(terminable, tmp_path, number):
     model, optimizer = terminable
-    step(model, optimizer)
     optimizer.zero_grad()
     for batch in range(3):  # accumulated
         loss = model(torch.ones(1, 3)).sum()
@@ -63,7 +59,7 @@ def test_a_signal_saves_between_two_steps_and_ends_the_worker(terminable, tmp_pa
         assert model.consolidate().gradient_steps == 3
 
 
-@pytest.mark.parametrize(("budget", "signal_at"), [(100, 1), (2, None)])
+@pytest.mark.parametrize(("budget", "signal_at"), [(100, 1), (3, None)])
 def test_sigterm_between_two_bodies_loses_no_step(terminable, tmp_path, budget, signal_at):
     model, optimizer = terminable
     model._worker.batches.budget_samples = budget
@@ -82,12 +78,11 @@ def test_sigterm_between_two_bodies_loses_no_step(terminable, tmp_path, budget, 
 
     with pytest.raises(SystemExit):
         train()
-    assert steps_saved(tmp_path) == [2]
+    assert steps_saved(tmp_path) == [3]
 
 
 def test_a_last_checkpoint_takes_what_it_takes(terminable, tmp_path, monkeypatch):
     model, optimizer = terminable
-    step(model, optimizer)
     writer, time_is_over = model._worker.checkpointer._writer, TERMINATION._send_again
     begin = writer.begin
     monkeypatch.setattr(writer, "begin", lambda write: time_is_over() or begin(write))
@@ -97,16 +92,17 @@ def test_a_last_checkpoint_takes_what_it_takes(terminable, tmp_path, monkeypatch
     assert steps_saved(tmp_path) == [1]
 
 
-def test_a_loop_that_does_not_get_there_is_ended_all_the_same(terminable, tmp_path, monkeypatch):
+def test_a_loop_that_does_not_get_there_is_ended_all_the_same(pair, monkeypatch):
     monkeypatch.setenv("GOSSIPDP_GRACE_S", "0.05")
-    model, optimizer = terminable
-    step(model, optimizer)
+    pair.body(torch.ones(1, 3))
     terminate()
     with pytest.raises(SystemExit) as ended:
         threading.Event().wait(20)
     assert ended.value.code == 1
-    assert "the step in hand did not end in 0.05 s" in TERMINATION.failures[0]
-    assert steps_saved(tmp_path) == []
+    reason = "the step in hand did not end in 0.05 s"
+    failures = [f"the last checkpoint could NOT be saved in {at}: {reason}" for at in pair.places]
+    assert failures == TERMINATION.failures
+    assert [steps_saved(place) for place in pair.places] == [[], []]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -117,7 +113,6 @@ def test_a_loader_s_process_that_is_signalled_too_breaks_no_step(terminable, tmp
     next(batches)
     on_child_end = signal.getsignal(signal.SIGCHLD)
     assert callable(on_child_end), "torch's own"
-    step(model, optimizer)
     terminate(number)
     (loader,) = batches._workers
     try:
@@ -136,8 +131,7 @@ def test_a_loader_s_process_that_is_signalled_too_breaks_no_step(terminable, tmp
 
 
 def test_a_signal_at_the_end_of_the_run_ends_the_process_at_once(terminable, tmp_path):
-    model, optimizer = terminable
-    step(model, optimizer)
+    model, _ = terminable
     model._worker.checkpointer.take_last()
     try:
         with pytest.raises(SystemExit):
@@ -151,7 +145,6 @@ def test_a_signal_at_the_end_of_the_run_ends_the_process_at_once(terminable, tmp
 def test_a_replica_of_several_goes_on_after_ctrl_c_as_one_process_does(terminable, monkeypatch):
     """What its processes agreed on at the last step is that they end."""
     model, optimizer = terminable
-    step(model, optimizer)
     terminate(signal.SIGINT)
     worker = model._worker
     worker._agreed = worker._own_view()
@@ -164,7 +157,6 @@ def test_a_replica_of_several_goes_on_after_ctrl_c_as_one_process_does(terminabl
 
 def test_who_ended_after_a_worker_was_asked_to_end_has_not_died(terminable, monkeypatch):
     model, optimizer = terminable
-    step(model, optimizer)
     terminate()
     asked_s, judged = TERMINATION.asked_s, []
     monkeypatch.setattr(entry, "ended_lives", lambda *given: judged.append(given[2]) or ())
@@ -175,8 +167,7 @@ def test_who_ended_after_a_worker_was_asked_to_end_has_not_died(terminable, monk
 
 def test_a_checkpoint_has_new_notices_and_an_average_no_dead(terminable, monkeypatch):
     """However old the snapshot is: a death without a notice counts as one of long ago."""
-    model, optimizer = terminable
-    step(model, optimizer)
+    model, _ = terminable
     loop, notice, judged = model._worker._loop, Notice(1, "lost", 5.0, 1), []
     model._worker._call(lambda: setattr(loop, "_publish_due_s", math.inf))
     model._worker._call(lambda: loop.perform([notice]))
@@ -235,7 +226,6 @@ def test_a_signal_that_no_model_answers_ends_the_process_when_the_last_is_closed
 @pytest.mark.parametrize("end", ["close", "consolidate"])
 def test_a_closed_model_trains_on_and_neither_ends_the_process_nor_saves(terminable, tmp_path, end):
     model, optimizer = terminable
-    step(model, optimizer)
     model._worker.checkpointer.is_due = end == "close"
     getattr(model, end)()
     step(model, optimizer, times=3)
@@ -245,8 +235,10 @@ def test_a_closed_model_trains_on_and_neither_ends_the_process_nor_saves(termina
 
 def test_a_second_ctrl_c_interrupts_at_once(terminable, tmp_path):
     terminate(signal.SIGINT)
+    timer = TERMINATION._again
     with pytest.raises(KeyboardInterrupt):
         terminate(signal.SIGINT)
+    assert (timer.name, timer.daemon) == ("gossipdp-termination", True)  # it holds up no exit
     assert steps_saved(tmp_path) == []
 
 
@@ -254,15 +246,16 @@ def test_ctrl_c_is_a_notebook_s_own(terminable, monkeypatch):
     model, _ = terminable
     model.close()
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    monkeypatch.setattr("gossipdp.parallel.termination.send_report", (reports := []).append)
     termination = Termination()
     termination.add(model._worker.checkpointer)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) == termination._handle
     termination.remove(model._worker.checkpointer)
+    assert [report.saves for report in reports] == [True, False], "the launcher waits meanwhile"
 
 
 def test_two_models_in_one_directory_are_refused(terminable, linear, tmp_path):
-    """Else the second one overwrites the first one's files."""
     model, _ = terminable
     with pytest.raises(ValueError, match="give each a directory of its own"):
         linear(tmp_path)
@@ -314,17 +307,20 @@ def test_one_sigterm_saves_all_models(pair, loop, signal_in):
             assert torch.equal(from_file[f"model/{key}"], value), (place, key)
 
 
-@pytest.mark.parametrize("is_closed", [False, True])
-def test_a_model_that_is_closed_or_poisoned_keeps_no_other_from_its_save(pair, caplog, is_closed):
+@pytest.mark.parametrize(("first", "steps"), [("closed", []), ("poisoned", []), ("ended", [1])])
+def test_a_model_in_any_state_keeps_no_other_from_its_save(pair, caplog, first, steps):
     pair.body(torch.ones(1, 3))
-    if is_closed:
+    if first == "closed":
         pair.models[0].close()
+    elif first == "ended":
+        pair.models[0]._worker.checkpointer.take_last()
     else:
         with torch.no_grad():
             pair.models[0].module.weight[0, 0] = float("nan")
     terminate()
     with pytest.raises(SystemExit) as ended:
         pair.models[1](torch.ones(1, 3))
-    assert ended.value.code == (128 + signal.SIGTERM if is_closed else 1)
-    assert [steps_saved(place) for place in pair.places] == [[], [1]]
-    assert (f"NOT be saved in {pair.places[0]}: the parameters or" in caplog.text) != is_closed
+    is_ill = first == "poisoned"
+    assert ended.value.code == (1 if is_ill else 128 + signal.SIGTERM)
+    assert [steps_saved(place) for place in pair.places] == [steps, [1]]
+    assert (f"NOT be saved in {pair.places[0]}: the parameters or" in caplog.text) == is_ill

@@ -9,6 +9,7 @@ import torch
 from bitwise import assert_bitwise, there_and_back
 from calling_back import CallingLock
 from torch import nn
+from waiting import wait_until
 
 from gossipdp.dynamics.device import Device
 from gossipdp.gossip.transfer import Offer
@@ -28,11 +29,9 @@ class Keeper(torch.optim.Optimizer):
         self.state["of all"] = [torch.randn(2), "text"]
         self.state[f"of step {self.state['step']}"] = {"drawn": torch.randn(2)}
         for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            state["exact"] = torch.randn(3, dtype=torch.float64)
-            state["mask"] = torch.randn(2, 2) > 0
-            state["nested"] = {"a": [torch.arange(3), "text", (1.5, None)]}
-            state["note"] = "text"
+            exact, mask = torch.randn(3, dtype=torch.float64), torch.randn(2, 2) > 0
+            nested = {"a": [torch.arange(3), "text", (1.5, None)]}
+            self.state[parameter].update(exact=exact, mask=mask, nested=nested, note="text")
 
 
 OPTIMIZERS = {
@@ -62,9 +61,10 @@ def stepped(name: str, steps: int) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_come_back_bitwise(name):
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_optimizers_come_back_bitwise(name, steps_before):
     torch.manual_seed(0)
-    one, other = stepped(name, 4), stepped(name, 1)
+    one, other = stepped(name, 4), stepped(name, steps_before)
     restore(there_and_back(capture([one])), [other])
     assert_bitwise(other.state_dict(), one.state_dict())
 
@@ -133,16 +133,10 @@ def watched() -> tuple[torch.optim.Optimizer, BetweenSteps]:
 
 
 def offered(between: BetweenSteps, key: object = "a request") -> Offer:
-    """Wait until another thread has described it."""
-    deadline_s = time.monotonic() + 30.0
-    while (offer := between.offer(key)) is None:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
-    return offer
+    return wait_until(lambda: between.offer(key), "another thread has described it")
 
 
 def taken(offer, max_bytes=1 << 30):
-    """Take an offer as a joiner does."""
     arriving = Arriving(max_bytes)
     for source, room in zip(offer.tensors, arriving.unfold(offer.layout), strict=True):
         assert offer.copy(source, room)
@@ -151,12 +145,15 @@ def taken(offer, max_bytes=1 << 30):
 
 def test_a_state_is_offered_and_taken_over_bitwise():
     optimizer, other = adam(), adam(lr=0.1)
+    optimizer.param_groups[0]["scale"] = torch.ones(())
+    other.param_groups[0]["scale"] = torch.ones((), device="meta")
     optimizer.step()
     offer = offered(BetweenSteps([optimizer]))
     assert [tensor.numel() for tensor in offer.tensors] == [4000, 4000], "steps are in the layout"
     restore(taken(offer), [other])
     assert_bitwise(dict(other.state_dict()["state"]), dict(optimizer.state_dict()["state"]))
     assert other.param_groups[0]["lr"] == 0.5
+    assert other.param_groups[0]["scale"].is_meta, "it is where its optimizer had it"
     with pytest.raises(ValueError, match="takes more than 7999 bytes, the most that"):
         taken(offer, max_bytes=7999)
 
@@ -169,13 +166,8 @@ def test_nothing_is_read_within_a_step_and_the_waiting_thread_is_woken_after_it(
     assert woken == [], "nobody waits"
     offer = offered(between)
     woken.clear()
-    room = torch.empty(4000, dtype=torch.uint8)
-    seen = []
-
-    def closure():
-        seen.extend([offer.copy(offer.tensors[0], room), list(woken)])
-
-    optimizer.step(closure)
+    room, seen = torch.empty(4000, dtype=torch.uint8), []
+    optimizer.step(lambda: seen.extend([offer.copy(offer.tensors[0], room), list(woken)]))
     assert seen == [False, []]
     assert woken == ["woken"]
     assert offer.copy(offer.tensors[0], room)
@@ -189,7 +181,7 @@ def test_the_state_is_described_between_two_steps_by_another_thread(monkeypatch)
     between.attach(Device().mark(), woken.set)
     offer = offered(between, "the first")
     pack, described = packing.pack, threading.Event()
-    threads = []
+    threads, offers = [], []
 
     def slowly(*args):
         threads.append(threading.current_thread())
@@ -198,11 +190,8 @@ def test_the_state_is_described_between_two_steps_by_another_thread(monkeypatch)
         return pack(*args)
 
     monkeypatch.setattr(packing, "pack", slowly)
-
-    def closure():
-        assert between.offer("the second") is None
-
-    optimizer.step(closure)
+    optimizer.step(lambda: offers.append(between.offer("the second")))
+    assert offers == [None]
     assert described.wait(30.0), "once the step has ended"
     room = torch.empty(4000, dtype=torch.uint8)
     woken.clear()

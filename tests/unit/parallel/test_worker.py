@@ -2,10 +2,12 @@
 
 import dataclasses
 import os
-from contextlib import closing
-from itertools import count
+from contextlib import closing, nullcontext
+from copy import deepcopy
+from itertools import chain, count, repeat
 from random import Random
 from types import SimpleNamespace
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -18,16 +20,17 @@ from gossipdp.dynamics.state import State
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.counters import Counters
 from gossipdp.launcher import rendezvous
-from gossipdp.launcher.environment import Environment
+from gossipdp.launcher.environment import UNKNOWN_RANK, Environment
 from gossipdp.launcher.reports import ReportChannel, report_variables
 from gossipdp.parallel import entry, pace
 from gossipdp.parallel.checkpoint import Counts, file_path
 from gossipdp.parallel.options import Exchange, Options
-from gossipdp.parallel.pace import MAX_LAG, Pace, is_rate_low
+from gossipdp.parallel.pace import MAX_LAG, Pace
 from gossipdp.parallel.shards import Agreed
+from gossipdp.parallel.training_state import capture
 from gossipdp.parallel.worker import Worker
 from gossipdp.protocol.members import Member, Progress, ProgressEntry, Status
-from gossipdp.protocol.messages import Accept, ExchangeId, Propose
+from gossipdp.protocol.messages import Accept, ExchangeId, Members, Propose
 from gossipdp.protocol.neighbours import Fresh
 from gossipdp.protocol.pairing import Pairing
 
@@ -47,26 +50,29 @@ ASKED = ExchangeId(0, 0, 1)
     ],
 )
 def test_strict_pace_waits_until_a_demand_is_served(monkeypatch, events):
-    """By turn; the last event ends the wait."""
-    monkeypatch.setattr(pace, "TURN_WHILE_WAITING_S", 0.0)
+    """By turn of the gossip thread, which a pause gives it; the last event ends the wait."""
     pairing = Pairing(rank=1, incarnation=0, policy=Fresh(Random(0)), alpha_tilde=0.5)
     pairing.set_available({0: 1.0})
     pairing.receive(0, Propose(ASKED, 0.5))
     for _ in range(MAX_LAG + 1):
         pairing.tick()
-    turns = count(1)
+    clock, turns, taken = Clock(), count(1), []
+
+    def pause(seconds):
+        clock.now_s += seconds
+        events.get(next(turns), lambda _: None)(pairing)
 
     def take():
-        turn = next(turns)
-        assert turn < 10, "it waits for ever"
-        events.get(turn, lambda _: None)(pairing)
+        taken.append(clock.now_s)
+        assert len(taken) < 10, "it waits for ever"
 
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=clock, sleep=pause))
     protocol = SimpleNamespace(pairing=pairing, neighbours=frozenset({0}))
     thread = SimpleNamespace(steps_behind=0, check=lambda: None)
     paced = Pace(Options(exchange=Exchange(pace="strict")))
     paced.wait(protocol, thread, take)
-    assert next(turns) == max(events) + 1
-    assert paced.waited_s > 0.0
+    assert len(taken) == max(events)
+    assert paced.waited_s == taken[-1] == pytest.approx(max(events) * pace.TURN_WHILE_WAITING_S)
 
 
 @pytest.mark.parametrize(
@@ -75,14 +81,17 @@ def test_strict_pace_waits_until_a_demand_is_served(monkeypatch, events):
         (199, 100, 0, False),  # links may be coming up
         (200, 100, 75, True),
         (200, 100, 76, False),
-        (10_000, 19, 0, False),  # rare exchanges: too few to tell
-        (10_000, 20, 11, True),
-        (10_000, 20, 12, False),
+        (200, 19, 0, False),  # rare exchanges: too few to tell
+        (200, 20, 0, True),
     ],
 )
-def test_a_low_rate_is_told_from_a_backlog(num_steps, num_due, num_served, is_low):
-    assert is_rate_low(num_steps, num_due, num_served, seconds=60.0) is is_low
-    assert not is_rate_low(num_steps, num_due, num_served, seconds=59.0)
+def test_a_low_rate_is_told_once(monkeypatch, caplog, *, num_steps, num_due, num_served, is_low):
+    clock = Clock()
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=clock))
+    paced, counters = Pace(Options(comm_rate=2.0)), Counters(exchanges_initiated=num_served)
+    for clock.now_s, num_told in ((59.0, 0), (60.0, is_low), (61.0, is_low)):
+        paced.warn_if_low(SimpleNamespace(num_ticks=num_due, counters=counters), 3, num_steps)
+        assert len(caplog.messages) == num_told
 
 
 def test_an_exchange_counts_for_both_of_its_ends(linear):
@@ -94,22 +103,47 @@ def test_an_exchange_counts_for_both_of_its_ends(linear):
     assert worker.stats().achieved_comm_rate == 1.5
 
 
+@pytest.mark.parametrize(
+    ("num_workers", "method", "chosen"),
+    [(3, "a2cid2", "gossip"), (4, "a2cid2", "a2cid2"), (3, "none", "none")],
+)
+def test_a_complete_graph_takes_no_momentum(wrap_sgd, monkeypatch, num_workers, method, chosen):
+    """A ring of three is one, where exchanges would leave it at zero; one of four is not."""
+    dropped = []
+    monkeypatch.setattr(State, "drop_momentum", lambda _: dropped.append(True))
+    worker = wrap_sgd(nn.Linear(2, 2), method=method, graph="ring")[0]._worker
+    dropped.clear()
+    worker._take_place(0, num_workers, incarnation=0)
+    assert (worker._method, bool(dropped)) == (chosen, chosen != method)
+    worker._take_place(0, 1, incarnation=0)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "lead"),
+    [("ALIVE ALIVE ALIVE", 0), ("DEAD DONE ALIVE", 1), ("LEFT JOINING ALIVE", 2)],
+)
+def test_the_lead_is_the_live_worker_of_the_lowest_rank(linear, monkeypatch, statuses, lead):
+    worker = linear()[0]._worker
+    members = tuple(Member(rank, 0, 70, Status[n]) for rank, n in enumerate(statuses.split()))
+    snapshot = dataclasses.replace(worker._loop.snapshot, members=members)
+    monkeypatch.setattr(worker, "_loop", SimpleNamespace(snapshot=snapshot, poisoned=None))
+    leads = []
+    for rank in range(lead, len(members)):
+        monkeypatch.setattr(worker, "rank", rank)
+        leads += [rank] if worker.is_lead else []
+    assert leads == [lead]
+
+
 OTHERS = (ProgressEntry(1, 50, samples=80, steps=8), ProgressEntry(2, 60, samples=7, steps=1))
 
 
 class Counting(Worker):
-    """As much of a worker as counts, in the life that ``arrive`` gives it."""
+    """As much of a worker as counts, of what it has ``_heard``."""
 
     def __init__(self) -> None:
-        self.replica = SimpleNamespace(is_sharded=False)
-        self._gradient_steps = self._samples = 0
-
-    def arrive(self, progress: Progress, rank: int, before: Counts) -> None:
-        """Join under a rank that had counted so much before."""
-        self.rank, self.before, self._heard = rank, before, progress
+        self.before, self.replica = Counts(), SimpleNamespace(is_sharded=False)
 
     def train(self, samples: int) -> None:
-        """Count one step, as a boundary and the gossip thread after it do."""
         self._gradient_steps += 1
         self._samples += samples
         self._heard.add(samples)
@@ -118,32 +152,19 @@ class Counting(Worker):
         return Agreed(samples, self._heard.others_samples)
 
 
-def test_a_second_life_counts_what_the_first_trained_once():
-    progress = Progress(0, 12)
-    progress.merge_all([ProgressEntry(0, 11, samples=50, steps=5), *OTHERS], 0.0)
-    worker = Counting()
-    worker.arrive(progress, 0, Counts(step=7, steps=5, samples=50))
-    for samples in (10, 10, 4):
-        worker.train(samples)
-    assert worker.total_samples() == 50 + 80 + 7 + 24 == progress.total_samples
-    assert worker.counts() == Counts(step=10, steps=8, samples=74)
-    assert progress.by_rank() == {0: (74, 8), 1: (80, 8), 2: (7, 1)}
-
-
-def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once(monkeypatch):
+def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once():
     worker, before = Counting(), Progress(3, 11)
     before.merge_all(OTHERS, 0.0)
-    worker.arrive(before, 3, Counts())
+    worker.rank, worker._heard = 3, before
     for samples in (10, 20):
         worker.train(samples)
 
     def join() -> None:
-        after = Progress(4, 12)
-        after.merge_all(before.news()[0], 0.0)
-        worker.arrive(after, 4, Counts())
+        assert worker.rank == 3, "it joins once"
+        worker.rank, worker._heard = 4, Progress(4, 12)
+        worker._heard.merge_all(before.news()[0], 0.0)
 
-    monkeypatch.setattr(worker, "_give_up_rank", lambda superseded: None)
-    monkeypatch.setattr(worker, "_join", join)
+    worker._give_up_rank, worker._join_once = lambda superseded: None, join
     worker._rendezvous, logged = SimpleNamespace(mark_ready=lambda rank: None), []
     worker.monitoring = SimpleNamespace(come_again=lambda: logged.append(worker.rank))
     worker.come_again(SupersededError("another process has rank 3"))
@@ -156,22 +177,50 @@ def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once(monk
 
 def test_a_replica_joins_under_a_rank_that_was_its_own_for_a_time_out(monkeypatch):
     """Another one has the first that it was given, as it hears after 0.9 s."""
-    worker, clock, joined, given_up = Counting(), Clock(), [], []
+    worker, clock, looks, joined, given_up = Counting(), Clock(), count(), [], []
     worker.rank, worker._network = 3, SimpleNamespace(timeout_s=1.0)
-    worker._environment = Environment(world_size=5, num_shards=2)
-    disputed = SupersededError("another process has rank 3")
+    disputed, ranks = SupersededError("another process has rank 3"), []
 
     def check() -> None:
-        clock.now_s += 0.1
+        assert next(looks) < 100, "it does not pause"
         if len(joined) == 1 and clock.now_s > 0.85:
             raise disputed
 
-    worker._thread, worker.replica.first_says = SimpleNamespace(check=check), lambda rank: rank
+    worker._thread, worker.replica.first_says = SimpleNamespace(check=check), lambda own: own or 4
     worker._join, worker._give_up_rank = lambda: joined.append(clock.now_s), given_up.append
-    monkeypatch.setattr(entry, "time", SimpleNamespace(monotonic=clock, sleep=lambda _: None))
-    worker._join_with_one_rank()
-    assert (given_up, worker._environment.rank) == ([disputed], 3)
-    assert [*joined, clock.now_s] == pytest.approx([0.0, 0.9, 1.9], abs=0.11)
+    monkeypatch.setattr(entry, "time", SimpleNamespace(monotonic=clock, sleep=clock.sleep))
+    for shard in (0, 1):  # the second joins when it hears of the rank
+        worker._environment = Environment(world_size=5, shard=shard, num_shards=2)
+        worker._join_with_one_rank()
+        ranks.append(worker._environment.rank)
+    assert (given_up, ranks) == ([disputed], [3, 4])
+    assert joined == pytest.approx([0.0, 0.9, 1.9], abs=0.11)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_one_that_joins_goes_on_after_the_newest_file_of_its_rank(linear, monkeypatch, tmp_path):
+    """In a resumed run an earlier life may have saved after the steps that the others know of."""
+    model, optimizer = linear(tmp_path, 2)
+    step(model, optimizer, times=3)
+    worker, found = model._worker, []
+    answer = Members(1, is_ending=False, members=(Member(0, 2, 7, restarts=2),), progress=())
+    taken = deepcopy(capture(worker.optimizers))
+    monkeypatch.setattr(entry, "ask_members", lambda *_, **__: answer)
+    monkeypatch.setattr(entry, "take_state", lambda *_, **__: taken)
+    monkeypatch.setattr(worker, "_listening", lambda: nullcontext((None, "127.0.0.1")))
+    monkeypatch.setattr(worker, "_start_thread", lambda *_, **__: None)
+    worker._secret = b"of this test"
+    for rank, saved in ((0, 2), (0, 9), (UNKNOWN_RANK, 9)):
+        file_path(tmp_path, 0, saved).touch()
+        worker._environment = Environment(rank=rank, join=(("127.0.0.1", 9),), unique_run_id=True)
+        worker._call(worker._loop.hold)
+        optimizer.param_groups[0]["lr"] = 0.7
+        worker._join_once()
+        assert worker._protocol.pairing.answers
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        found.append((worker.rank, worker.incarnation, worker._restarts, worker.before))
+    again = 0, 3, 3
+    assert found == [(*again, Counts(3, 3, 3)), (*again, Counts(9, 3, 3)), (1, 0, 0, Counts())]
 
 
 def test_only_the_first_model_of_a_script_says_where_to_join_it(wrap_sgd, monkeypatch):
@@ -192,46 +241,56 @@ def test_only_the_first_model_of_a_script_says_where_to_join_it(wrap_sgd, monkey
     assert addresses == 2 * [{0: (own.host, own.port)}]  # as it met, and from its thread
 
 
-@pytest.mark.parametrize("when", ["as it asks", "while it waits"])
-def test_a_joiner_whose_rank_was_taken_averages_under_another(linear, monkeypatch, when):
+def taken() -> SupersededError:
+    return SupersededError("another process has rank 0")
+
+
+@pytest.fixture
+def refused_once(monkeypatch):
+    """Refuse the next call, as to a joiner whose rank was taken; return the mock ``come_again``."""
+
+    def refuse(worker, place, name, come_again=None):
+        answers, came = chain([taken()], repeat(DEFAULT)), Mock(side_effect=come_again)
+        monkeypatch.setattr(place, name, Mock(side_effect=answers, wraps=getattr(place, name)))
+        monkeypatch.setattr(worker, "come_again", came)
+        return came
+
+    return refuse
+
+
+@pytest.mark.parametrize("when", ["as it asks", "while it waits", "as it stops the run"])
+def test_a_joiner_whose_rank_was_taken_averages_or_stops_under_another(linear, refused_once, when):
     model = linear()[0]
-    worker, came = model._worker, []
-    place, name = (worker, "_call") if when == "as it asks" else (worker._thread, "check")
-    usual, before = getattr(place, name), [each.clone() for each in model.parameters()]
-
-    def once_refused(*given):
-        if not came:
-            raise SupersededError("another process has rank 0")
-        return usual(*given)
-
-    monkeypatch.setattr(place, name, once_refused)
-    monkeypatch.setattr(worker, "come_again", came.append)
-    with model.averaged():
-        assert all(map(torch.equal, model.parameters(), before))
-    assert len(came) == 1
+    worker = model._worker
+    place, name = (worker._thread, "check") if when == "while it waits" else (worker, "_call")
+    before = [each.clone() for each in model.parameters()]
+    came = refused_once(worker, place, name)
+    if when == "as it stops the run":
+        model.stop()
+        assert worker._protocol.progress.is_stopped
+    else:
+        with model.averaged():
+            assert all(map(torch.equal, model.parameters(), before))
+    came.assert_called_once()
 
 
 @pytest.mark.usefixtures("at_once")
 def test_a_joiner_whose_rank_was_taken_saves_under_another(linear, monkeypatch, tmp_path, caplog):
     """At once if it is asked to; one that is due gives way to the step that takes a rank."""
     model, optimizer = linear(tmp_path, 1, keep=9)
-    worker, came, taken = model._worker, [], []
-
-    def check():
-        for error in taken:
-            raise error
+    worker, came, check = model._worker, [], Mock()
 
     def come_again(error):
         came.append(worker.step_number)
-        taken.remove(error)
+        check.side_effect = None
 
     monkeypatch.setattr(worker._thread, "check", check)
     monkeypatch.setattr(worker, "come_again", come_again)
     step(model, optimizer)
-    taken.append(SupersededError("another process has rank 0"))
+    check.side_effect = taken()
     assert model.save_checkpoint() == file_path(tmp_path, 0, 1)
     assert (came, steps_saved(tmp_path)) == ([1], [1])
-    taken.append(SupersededError("another process has rank 0"))
+    check.side_effect = taken()
     step(model, optimizer)
     assert caplog.messages == ["another process has rank 0"]
     assert (came, model.stats().checkpoints_failed) == ([1, 1], 1)
@@ -239,42 +298,32 @@ def test_a_joiner_whose_rank_was_taken_saves_under_another(linear, monkeypatch, 
     assert (came, steps_saved(tmp_path)) == ([1, 1], [2, 1])
 
 
-def test_a_joiner_whose_rank_was_taken_keeps_what_it_loads(linear, monkeypatch):
+def test_a_joiner_whose_rank_was_taken_keeps_what_it_loads(linear, refused_once):
     """To take another rank brings a live worker's values, and the state of its optimizers."""
     model, optimizer = linear()
     first = next(model.parameters())
     optimizer.state[first]["momentum_buffer"] = torch.full_like(first, 5.0)
-    worker, came = model._worker, []
-    usual = worker._loop.hold
-
-    def once_refused() -> None:
-        if not came:
-            raise SupersededError("another process has rank 0")
-        usual()
+    worker = model._worker
 
     def come_again(error: SupersededError) -> None:
-        came.append(error)
         for parameter in model.parameters():
             parameter.data.fill_(9.0)
         optimizer.state[first]["momentum_buffer"].fill_(9.0)
         optimizer.param_groups[0]["lr"] = 9.0
 
-    monkeypatch.setattr(worker._loop, "hold", once_refused)
-    monkeypatch.setattr(worker, "come_again", come_again)
+    came = refused_once(worker, worker._loop, "hold", come_again)
     for chunk in worker._state.chunks:
         chunk.pending.fill_(1.0)
         chunk.restored()
     loaded = {name: torch.full_like(value, 7.0) for name, value in model.state_dict().items()}
     model.load_state_dict(loaded)
-    assert len(came) == 1
+    came.assert_called_once()
     torch.testing.assert_close(dict(model.state_dict()), loaded)
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert optimizer.state[first]["momentum_buffer"].eq(5.0).all()
 
 
-def test_a_joiner_that_loads_before_its_first_step_is_told_what_that_does(
-    linear, monkeypatch, caplog
-):
+def test_a_joiner_that_loads_before_its_first_step_is_told_so(linear, monkeypatch, caplog):
     """As a script that loads its last weights after wrapping, whenever it is started again."""
     model, optimizer = linear()
     state = model.state_dict()
@@ -284,22 +333,6 @@ def test_a_joiner_that_loads_before_its_first_step_is_told_what_that_does(
     step(model, optimizer)
     model.load_state_dict(state)
     assert caplog.text.count("load them into the module before you wrap it") == 1
-
-
-def test_a_joiner_whose_rank_was_taken_ends_the_run_under_another(linear, monkeypatch):
-    worker, came = linear()[0]._worker, []
-    usual = worker._call
-
-    def once_refused(function):
-        if not came:
-            raise SupersededError("another process has rank 0")
-        return usual(function)
-
-    monkeypatch.setattr(worker, "_call", once_refused)
-    monkeypatch.setattr(worker, "come_again", came.append)
-    worker.stop()
-    assert len(came) == 1
-    assert worker._protocol.progress.is_stopped
 
 
 @pytest.mark.parametrize(("given", "threads"), [(6, 4), (2, 2)])
@@ -319,7 +352,6 @@ def test_one_that_joins_takes_its_share_of_its_host(wrap_sgd, monkeypatch, given
 
 
 def test_a_checkpoint_holds_every_chunk_at_one_phase(wrap_sgd, monkeypatch):
-    """Each was flowed to another phase before."""
     monkeypatch.setattr("gossipdp.parallel.flat_parameters.chunk_bytes_for", lambda *_, **__: 4096)
     monkeypatch.setattr(State, "drop_momentum", lambda _: None)  # as one worker alone does
     worker = wrap_sgd(nn.Linear(64, 64), method="a2cid2", graph="ring")[0]._worker

@@ -36,6 +36,9 @@ def test_the_sum_of_a_caller_that_died_is_forgotten():
     assert leaf.review({0, 1}) == [], "a death elsewhere is for the caller to see"
     assert leaf.review({1, 2}) == [Forget(epoch(1))]
     assert leaf.is_idle
+    leaf.receive(0, ask(1, 0, 1, 2))
+    quiet = [leaf.tick({0}, {}) for _ in range(24)]
+    assert quiet.index([Forget(epoch(1))]) == 23, "its caller must have given it up"
 
 
 def test_a_member_keeps_its_values_until_its_parent_says_that_all_has_come():
@@ -93,7 +96,12 @@ def test_in_each_sum_a_worker_repeats_its_words_and_forgets_a_caller_that_died()
     assert told == Send(2, TellAverage(epoch(1, 2), 1))
     again = [each for _ in range(REPEAT_AFTER) for each in inner.tick(range(5), {})]
     assert again == [Send(3, first), Send(4, first), told]
-    assert inner.link_lost(2) == [told]
+    counted = Send(0, TellAverage(epoch(1), 3))
+    assert [inner.receive(child, TellAverage(epoch(1), 1)) for child in (3, 4)] == [[], [counted]]
+    sent_to = [[each.peer for each in inner.tick(range(5), {})] for _ in range(5)]
+    assert sent_to == [[0, 3, 4], [], [], [2], [3, 4, 0]], "the first sum has got on"
+    assert inner.receive(3, TellAverage(epoch(1), 1)) == inner.tick(range(5), {}) == []
+    assert inner.receive(2, ask(1, 2, 1, 3)) == inner.link_lost(2) == [told]
     assert inner.review({0, 1, 3, 4}) == [Forget(epoch(1, 2))]
 
 
@@ -107,22 +115,17 @@ def test_the_silent_are_not_waited_for_and_are_named():
     assert actions[-1] == AverageEnded(epoch(1), 2, {2: "it is silent"})
 
 
-def test_a_caller_that_was_started_again_takes_the_place_of_itself():
-    """Its numbers begin anywhere, so those of its former life may be higher."""
+def test_a_request_gives_way_to_a_later_one_and_to_the_next_life_of_its_caller():
+    """The numbers of a life begin anywhere: those of the former one may be higher."""
     leaf = worker(1)
-    leaf.receive(0, ask(9, 0, 1, 2))
+    leaf.receive(0, ask(9, 0, 1))
+    assert leaf.receive(0, ask(8, 0, 1, 2)) == [], "a late one of an earlier attempt"
+    assert leaf.sum_of(epoch(8)) is None
+    assert leaf.sum_of(epoch(9)) is not None
     anew = AskAverage(Epoch(3, 0, 777), (0, 1, 2))
     leaf.receive(0, anew)
     assert leaf.sum_of(anew.epoch) is not None
     assert leaf.sum_of(epoch(9)) is None
-
-
-def test_a_late_request_of_an_earlier_attempt_changes_nothing():
-    leaf = worker(1)
-    leaf.receive(0, ask(2, 0, 1))
-    assert leaf.receive(0, ask(1, 0, 1, 2)) == []
-    assert leaf.sum_of(epoch(1)) is None
-    assert leaf.sum_of(epoch(2)) is not None
 
 
 def test_who_takes_part_in_many_sums_says_that_it_cannot_in_one_more():

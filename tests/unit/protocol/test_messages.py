@@ -5,13 +5,7 @@ import math
 import msgspec
 import pytest
 
-from gossipdp.protocol.messages import Envelope, ExchangeId, Propose, ProtocolError, decode, encode
-
-
-@pytest.mark.parametrize("alpha_tilde", [math.nan, math.inf, -math.inf, 0.0, -1.0])
-def test_gain_must_be_a_positive_number(alpha_tilde):
-    with pytest.raises(ProtocolError):
-        decode(encode(Envelope(Propose(ExchangeId(3, 1, 12), alpha_tilde))))
+from gossipdp.protocol.messages import ProtocolError, decode
 
 
 @pytest.mark.parametrize(
@@ -32,8 +26,17 @@ def test_gain_must_be_a_positive_number(alpha_tilde):
         [["Free", 1], [], []],
         [["Abort", [1, 2, 3], "x" * 1001], [], []],
         [["Free"], [[0, 0, 0, 7, "host", 1]], []],
+        [["Propose", [3, 1, 12], math.nan], [], []],
+        [["Propose", [3, 1, 12], math.inf], [], []],
+        [["Propose", [3, 1, 12], -math.inf], [], []],
+        [["Propose", [3, 1, 12], 0.0], [], []],
+        [["Propose", [3, 1, 12], -1.0], [], []],
+        [["BeginEpoch", [1, 0, 7], [], None], [], []],
+        [["BeginEpoch", [1, 0, 7], [[1, 1], [0, 1]], None], [], []],
+        [["BeginEpoch", [1, 0, 7], [[0, 1], [0, 1], [1, 1]], None], [], []],
+        [["BeginEpoch", [1, 0, 7], [[1, 1], [2, 1]], None], [], []],
     ],
 )
-def test_other_types_are_refused(value):
+def test_other_types_and_values_out_of_bounds_are_refused(value):
     with pytest.raises(ProtocolError, match="malformed"):
         decode(msgspec.msgpack.encode(value))

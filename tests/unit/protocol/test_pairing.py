@@ -14,9 +14,6 @@ from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, Proposing
 class InRankOrder(NeighbourPolicy):
     """Every neighbour, lowest rank first: a policy without chance."""
 
-    def __init__(self) -> None:
-        super().__init__(Random(0))
-
     def draw(self, available: Mapping[int, float]) -> list[int]:
         return sorted(available)
 
@@ -24,7 +21,7 @@ class InRankOrder(NeighbourPolicy):
 
 
 def make_pairing(*neighbours: int, policy: NeighbourPolicy | None = None) -> Pairing:
-    policy = policy or InRankOrder()
+    policy = policy or InRankOrder(Random(0))
     pairing = Pairing(rank=5, incarnation=3, policy=policy, alpha_tilde=0.9)
     assert pairing.set_available(dict.fromkeys(neighbours or (2, 8), 0.5)) == []
     return pairing
@@ -175,11 +172,14 @@ def test_a_waiter_that_was_served_waits_behind_the_others():
     assert pairing.finished(own(1)) == [Send(1, say.Free())]
 
 
-def test_unexpected_accept_is_cancelled():
+def test_an_accept_that_is_not_awaited_is_cancelled_and_what_else_is_foreign_is_dropped():
     pairing = make_pairing()
     assert pairing.receive(2, say.Accept(own(7), 0.9)) == [Send(2, say.Cancel(own(7)))]
     pairing.tick()
     assert pairing.receive(8, say.Accept(own(1), 0.9)) == [Send(8, say.Cancel(own(1)))]
+    assert pairing.receive(2, say.Busy(own(9))) == []
+    assert pairing.receive(8, say.Busy(own(1))) == []
+    assert pairing.receive(2, ask(8)) == []  # a proposal in another's name
     assert pairing.state == Proposing(2, say.Propose(own(1), 0.9), (8,))
 
 
@@ -194,15 +194,6 @@ def test_cancel_withdraws_the_answered_exchange_only():
     pairing = asking()
     assert pairing.receive(2, say.Cancel(own(1))) == []
     assert isinstance(pairing.state, Exchanging)
-
-
-def test_foreign_ids_are_dropped():
-    pairing = proposing()
-    assert pairing.receive(2, say.Busy(own(9))) == []
-    assert pairing.receive(8, say.Busy(own(1))) == []
-    assert pairing.receive(2, ask(8)) == []  # a proposal in another's name
-    assert pairing.finished(own(1)) == []
-    assert pairing.state == Proposing(2, say.Propose(own(1), 0.9), (8,))
 
 
 def test_closed_answers_busy_withdraws_and_opens_again():

@@ -128,10 +128,16 @@ def test_a_worker_that_cannot_give_says_so_and_is_left_out():
 
 @pytest.mark.parametrize(("useless_of", "left_out"), [(None, {2}), (1, {2}), (2, set())])
 def test_who_holds_the_result_and_sends_nothing_or_useless_values_is_left_out(useless_of, left_out):
-    machine = worker(1, num_chunks=1, among=view(3, worker0=Status.DEAD))
+    machine = worker(1, num_chunks=2, among=view(3, worker0=Status.DEAD))
     machine.receive(2, say.Held(epoch(1, 1), say.Average(epoch(1), 3, 0.25)))
     if useless_of is None:
-        ticks(machine, STALLED_AFTER)
+        ticks(machine, STALLED_AFTER - 1)
+        machine.result_landed(2, epoch(1), 0, 0.0)
+        ticks(machine, STALLED_AFTER - 1)
+        machine.tick(range(100), {epoch(1): [2]})  # some bytes of the next chunk
+        ticks(machine, STALLED_AFTER - 1)
+        assert machine.left_out == {}
+        ticks(machine, 1)
     else:
         machine.cannot_give(epoch(useless_of), 2, "its result holds NaN")
     assert set(machine.left_out) == left_out

@@ -1,22 +1,17 @@
 """One worker's view of the others: deaths, firewalls, rivals of its rank, joiners."""
 
-from random import Random
-
 import pytest
-from driven_worker import TIMEOUT_S, ask, make_worker, member, of_type, run, said, tell
+from driven_worker import TIMEOUT_S, ask, make_worker, member, of_type, protocol_of, run, said, tell
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gossipdp.graph.constants import Constants, LiveGraph
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.actions import LeftBehind, Notice, Reach, Rebuilt, Send, Superseded, Unlink
-from gossipdp.protocol.liveness import FailureDetector
-from gossipdp.protocol.members import MAX_INCARNATION, Member, Membership, Progress, Status
+from gossipdp.protocol.members import MAX_INCARNATION, Member, Status
 from gossipdp.protocol.messages import AskLife, AskMembers, Busy, Envelope, Members, TellLife
-from gossipdp.protocol.neighbours import Neighbourhood
 from gossipdp.protocol.pairing import Idle
-from gossipdp.protocol.peers import Peers
-from gossipdp.protocol.presence import Presence
+from gossipdp.protocol.worker import WorkerProtocol
 
 # --- deaths --------------------------------------------------------------------------------
 
@@ -50,8 +45,9 @@ def test_who_is_asked_of_one_that_refuses_answers_and_asks_nobody():
 def test_bad_news_of_a_peer_on_a_good_link_leaves_the_link():
     worker = make_worker(0, 2)
     dead = (member(rank, Status.DEAD) for rank in (2, 3))
-    actions = worker.receive(0, tell(*dead), 0.5)
+    actions = worker.receive(0, tell(*dead), 0.4)
     assert of_type(actions, Unlink) == []
+    assert worker.pairing.available.keys() == {0}
     assert [notice.number for notice in of_type(actions, Notice)] == [1, 2]
     actions += run(worker, 0.5, 0.6, [0, 2])
     told = [action.message.members for action in of_type(actions, Send) if action.peer == 2]
@@ -76,21 +72,16 @@ def test_while_held_at_the_start_nobody_is_missed_but_the_linked():
 THREE = LiveGraph(Constants.of(build_graph("ring", 3)))
 
 
-class Watcher:
-    """Rank 0 of three workers, and what it notices."""
+def make_watcher() -> WorkerProtocol:
+    """Make rank 0 of three workers."""
+    return protocol_of(0, process_id=100, graph=THREE)
 
-    def __init__(self) -> None:
-        self.membership = Membership(Member(0, 0, 100), 3)
-        self.peers = Peers(self.membership, Progress(0, 100), TIMEOUT_S)
-        place = Neighbourhood(0, THREE, has_momentum=False)
-        detector = FailureDetector(self.membership, self.peers, TIMEOUT_S, Random(0))
-        self.presence = Presence(self.membership, self.peers, place, detector, TIMEOUT_S)
 
-    def look(self, now: float, *records: Member) -> list[Notice]:
-        """Look at the links, then hear of records."""
-        self.presence.look(now)
-        self.membership.merge_all(records)
-        return of_type(self.presence.review(now, has_changed=True), Notice)
+def look(watcher: WorkerProtocol, now: float, *records: Member) -> list[Notice]:
+    """Look at the links, then hear of records; return what is noticed."""
+    watcher._presence.look(now)
+    watcher.membership.merge_all(records)
+    return of_type(watcher._presence.review(now, has_changed=True), Notice)
 
 
 # Process id 0: the worker is known by its address alone. Two of them have been restarted twice.
@@ -119,7 +110,7 @@ life_events = st.lists(
 @given(st.sampled_from(FIRST_RECORDS), life_events)
 def test_the_notices_are_those_of_a_model_after_every_event(first, events):
     """A silence begins with the last word of that process; see also ``FOUND_DEAD_WITHIN``."""
-    watcher, rank, now, num_noticed = Watcher(), first.rank, 0.0, 0
+    watcher, rank, now, num_noticed = make_watcher(), first.rank, 0.0, 0
     record: Member | None = None
     took_part = 0  # the id of the process that took part last; 0: none that is known
     heard_at: float | None = None
@@ -139,7 +130,8 @@ def test_the_notices_are_those_of_a_model_after_every_event(first, events):
             case "link" | "sign of life":
                 is_linked |= event == "link"
                 heard_at, is_silent = now, is_silent and not is_linked
-                (watcher.presence.linked if event == "link" else watcher.presence.heard)(rank, now)
+                hear = watcher._presence.linked if event == "link" else watcher._presence.heard
+                hear(rank, now)
                 if is_linked and away == "silent":  # without a link, its address alone answers
                     noticed.append(("answered", since))
                     away = since = None
@@ -179,7 +171,7 @@ def test_the_notices_are_those_of_a_model_after_every_event(first, events):
                     elif was is not None:  # one of the first workers, or a later process
                         noticed.append(("restarted", None))
                 took_part = record.process_id
-        found = watcher.look(now, record)
+        found = look(watcher, now, record)
         assert found == [
             Notice(rank, kind, now, num_noticed + number, None if at is None else now - at)
             for number, (kind, at) in enumerate(noticed, start=1)
@@ -187,27 +179,36 @@ def test_the_notices_are_those_of_a_model_after_every_event(first, events):
         num_noticed += len(found)
 
 
+def test_all_links_that_fall_silent_at_once_are_noticed():
+    watcher = make_watcher()
+    look(watcher, 1.0, Member(1, 0, 101), Member(2, 0, 102))
+    for rank in (1, 2):
+        watcher._presence.linked(rank, 1.0)
+    noticed = look(watcher, 1.0 + TIMEOUT_S)
+    assert noticed == [Notice(rank, "silent", 6.0, rank, TIMEOUT_S) for rank in (1, 2)]
+
+
 def test_a_new_process_does_not_inherit_the_rest_of_the_former_one():
-    watcher = Watcher()
-    watcher.look(1.0, Member(1, 0, 101))
+    watcher = make_watcher()
+    look(watcher, 1.0, Member(1, 0, 101))
     watcher.peers.stood_still(1, 1.0)
     assert watcher.peers.rests(1, 1.0)
-    watcher.look(1.1, Member(1, 1, 7, restarts=1))
+    look(watcher, 1.1, Member(1, 1, 7, restarts=1))
     assert not watcher.peers.rests(1, 1.1)
 
 
 def test_nothing_stays_of_a_joiner_that_is_forgotten():
-    watcher, joiner = Watcher(), Member(7, 0, 107)
-    watcher.look(1.0, Member(1, 0, 101), joiner)
-    for rank in (1, 7):
-        watcher.presence.linked(rank, 1.0)
+    watcher, joiners = make_watcher(), (7, 8)
+    look(watcher, 1.0, Member(1, 0, 101), *(Member(rank, 0, 100 + rank) for rank in joiners))
+    for rank in (1, *joiners):
+        watcher._presence.linked(rank, 1.0)
         watcher.peers.drop(rank)
-    watcher.look(2.0, Member(7, 0, 107, Status.DEAD))
+    look(watcher, 2.0, *(Member(rank, 0, 100 + rank, Status.DEAD) for rank in joiners))
     for number in range(1, 26):
         assert watcher.membership.get(7) is not None
-        watcher.look(1.0 + number * TIMEOUT_S)
+        look(watcher, 1.0 + number * TIMEOUT_S)
     assert watcher.membership.get(7) is None, "24 time-outs after a look has found it dead"
-    assert watcher.presence._lives.keys() == watcher.peers._partners.keys() == {1}
+    assert watcher._presence._lives.keys() == watcher.peers._partners.keys() == {1}
 
 
 # --- one that stood still, and finds nobody ------------------------------------------------
@@ -222,19 +223,19 @@ def after_a_sleep(
     has_left: bool = False,
 ) -> list[LeftBehind]:
     """Let worker 0 sleep from 2 s on, and both others end at ``died_s``, seen there or at 9 s."""
-    watcher = Watcher()
-    watcher.look(1.0, *(Member(rank, 0, 100 + rank) for rank in (1, 2)))
+    watcher = make_watcher()
+    look(watcher, 1.0, *(Member(rank, 0, 100 + rank) for rank in (1, 2)))
     ended = [Member(rank, 0, 100 + rank, ending) for rank in (1, 2)]
     if died_s < 2.0:
-        watcher.look(died_s, *ended)
-    watcher.presence.slept(2.0, woken_s)
+        look(watcher, died_s, *ended)
+    watcher._presence.slept(2.0, woken_s)
     if heard_s is not None:
-        watcher.presence.heard(2, heard_s)
+        watcher._presence.heard(2, heard_s)
     if has_left:
         watcher.membership.set_status(Status.LEFT)
     watcher.membership.merge_all(ended)
-    actions = watcher.presence.review(9.0, has_changed=True)
-    actions += watcher.presence.review(9.1, has_changed=False)
+    actions = watcher._presence.review(9.0, has_changed=True)
+    actions += watcher._presence.review(9.1, has_changed=False)
     return of_type(actions, LeftBehind)
 
 
@@ -275,7 +276,9 @@ def test_of_two_processes_that_live_the_one_with_the_lower_id_ends(is_higher):
 def test_a_ghost_is_outbid(is_refused):
     worker = make_worker(0, 2)
     worker.receive(0, tell(RIVAL), 0.5)
-    worker.dial_failed(1, 0.6 if is_refused else 1.5, is_refused=is_refused)
+    now = 0.6 if is_refused else 1.5
+    worker.dial_failed(1, now, is_refused=is_refused)
+    assert said(worker.poll(now)) == [], "nobody is asked whether this worker itself lives"
     actions = run(worker, 1.5, 15.6, [0, 2])
     assert of_type(actions, Superseded) == []
     assert worker.incarnation == 2 == worker.pairing.incarnation
@@ -302,61 +305,56 @@ def test_turned_away_as_outdated_for_the_time_out_it_ends():
     assert of_type(wanted.outdated(0, 10.0 + TIMEOUT_S), Superseded) == []
 
 
-def test_a_worker_that_has_had_all_its_lives_ends_with_a_clear_reason():
+def test_one_that_has_had_all_its_lives_and_a_joiner_whose_rank_is_taken_end_at_once():
     worker = make_worker(0, 2, incarnation=MAX_INCARNATION)
     dead = member(1, Status.DEAD, incarnation=MAX_INCARNATION)
     (end,) = of_type(worker.receive(0, tell(dead), 0.5), Superseded)
     assert "had all its lives" in end.reason
     assert worker.incarnation == MAX_INCARNATION, "a greater one would not decode"
-
-
-def test_a_joiner_counts_once_it_has_parameters():
-    joiner = make_worker(rank=6, process_id=900, status=Status.JOINING)
-    other = make_worker(0, 2)
-    assert joiner.neighbours == frozenset()
-    assert not joiner.can_donate
-    other.receive(0, tell(joiner.membership.own), 0.1)
-    assert other.neighbours == {0, 2}
-    assert other.membership.live() == tuple(range(6))
-    (rebuilt,) = of_type(joiner.release(1.0), Rebuilt)
-    assert rebuilt.neighbours == {0, 1}
-    assert joiner.can_donate
-    other.receive(0, tell(joiner.membership.own), 1.1)
-    assert other.neighbours == {0, 2, 6}
-
-
-def test_a_joiner_that_has_parameters_says_so_at_once():
-    joiner = make_worker(0, 2, rank=6, process_id=900, status=Status.JOINING)
-    assert isinstance(said(joiner.receive(0, ask(0), 0.5), 0)[0], Busy)
-    joiner.poll(1.0)  # all links have heard all that there was
-    told = {
-        action.peer: action.message.members
-        for action in joiner.release(1.0)
-        if isinstance(action, Send)
-    }
-    alive = (joiner.membership.own,)
-    assert told == {0: alive, 2: alive}
-
-
-def test_a_joiner_whose_rank_is_taken_is_told_at_once():
     joiner = make_worker(0, rank=6, process_id=10, status=Status.JOINING)
     other = Member(6, 0, 11, Status.JOINING, "10.0.0.3", 4000)
     assert len(of_type(joiner.receive(0, tell(other), 0.5), Superseded)) == 1
 
 
-def test_who_asks_for_members_is_told_all():
-    worker = make_worker(0, 7)
+def test_a_joiner_counts_once_it_has_parameters_and_says_so_at_once():
+    joiner = make_worker(0, 2, rank=6, process_id=900, status=Status.JOINING)
+    other = make_worker(0, 2)
+    assert joiner.neighbours == frozenset()
+    assert not joiner.can_donate
+    assert isinstance(said(joiner.receive(0, ask(0), 0.5), 0)[0], Busy)
+    other.receive(0, tell(joiner.membership.own), 0.1)
+    assert other.neighbours == {0, 2}
+    assert other.membership.live() == tuple(range(6))
+    joiner.poll(1.0)  # all links have heard all that there was
+    actions = joiner.release(1.0)
+    (rebuilt,) = of_type(actions, Rebuilt)
+    assert rebuilt.neighbours == {0, 1}
+    told = {each.peer: each.message.members for each in of_type(actions, Send)}
+    assert told == {0: (joiner.membership.own,), 2: (joiner.membership.own,)}
+    assert joiner.can_donate
+    other.receive(0, tell(joiner.membership.own), 1.1)
+    assert other.neighbours == {0, 2, 6}
+
+
+def test_one_that_leaves_says_so_at_once():
+    """Its process ends then, maybe before the next heartbeat."""
+    worker = make_worker(0, 2)
+    worker.receive(0, tell(*(member(rank, Status.LEFT) for rank in (0, 2, 3, 4, 5))), 0.5)
+    worker.poll(1.0)
+    actions = of_type(worker.done(1.0), Send)
+    left = (member(1, Status.LEFT),)
+    assert {each.peer: each.message.members for each in actions} == {0: left, 2: left}
+
+
+def test_who_asks_for_members_is_told_all_until_the_others_train_no_more():
+    worker = make_worker(0, 2, 7)
     worker.step(32, 0.2)
     (answer,) = said(worker.receive(7, Envelope(AskMembers()), 0.5), 7)
     assert isinstance(answer, Members)
     assert (answer.num_workers, answer.is_ending) == (6, False)
     assert [record.rank for record in answer.members] == list(range(6))
     assert [entry.samples for entry in answer.progress] == [32]
-
-
-def test_the_end_takes_in_nobody():
-    worker = make_worker(0, 2)
-    worker.done(0.1)
+    worker.done(0.6)
     assert not worker.answer_joiner().is_ending, "the others still train"
-    worker.receive(0, tell(*(member(rank, Status.DONE) for rank in (0, 2, 3, 4, 5))), 0.2)
+    worker.receive(0, tell(*(member(rank, Status.DONE) for rank in (0, 2, 3, 4, 5))), 0.7)
     assert worker.answer_joiner().is_ending

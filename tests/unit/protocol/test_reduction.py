@@ -32,11 +32,6 @@ class Sum:
         asked, self.actions[:] = list(self.actions), []
         return asked
 
-    def ticks(self, number, awaited, heard=(0, 1, 2, 3, 4)):
-        for _ in range(number):
-            self.sum.tick((), awaited, heard)
-        return [each.message for each in self.asked() if isinstance(each, Send)]
-
 
 def pull(start, stop):
     return PullPartials(EPOCH, start, stop)
@@ -223,7 +218,8 @@ def test_progress_and_accusations_are_those_of_a_model_after_every_event(events,
             quiet[child] = 0 if child in moved else quiet[child] + (child in awaited)
             late = quiet[child] - STALLED_AFTER
             if late >= 0 and late % REPEAT_AFTER == 0:
-                expected.append((child, child in heard, f"{quiet[child] / 4:g} time-outs"))
+                reason = f"worker {rank} had nothing of it for {quiet[child] / 4:g} time-outs"
+                expected.append((child, child in heard, reason))
         assert member.sum.tick(what, awaited, heard) == bool(moved)
         said = [(each.peer, each.message) for each in member.asked() if isinstance(each, Send)]
         if member.blame is None:
@@ -231,10 +227,7 @@ def test_progress_and_accusations_are_those_of_a_model_after_every_event(events,
         else:
             found = [message for _, message in member.blame._said.values()]
             member.blame.begin(children)
-        assert [
-            (each.rank, each.is_heard, each.reason[-len(text) :])
-            for each, (_, _, text) in zip(found, expected, strict=True)
-        ] == expected
+        assert [(each.rank, each.is_heard, each.reason) for each in found] == expected
         words = [each for each in said if isinstance(each[1], Progressed)]
         below = moved - {parent}
         progress += bool(below)
@@ -245,25 +238,8 @@ def test_progress_and_accusations_are_those_of_a_model_after_every_event(events,
         moved.clear()
 
 
-def test_a_child_that_gives_nothing_is_named_after_a_while_again_and_again():
-    inner = Sum(1, 5)
-    inner.sum.receive(0, pull(0, 1))
-    said = inner.ticks(STALLED_AFTER - 1, awaited=[3])
-    assert not [each for each in said if isinstance(each, Stalled)]
-    (named,) = (each for each in inner.ticks(1, awaited=[3]) if isinstance(each, Stalled))
-    assert (named.rank, named.is_heard) == (3, True)
-    assert "worker 1 had nothing of it for 1.5 time-outs" in named.reason
-    assert len([e for e in inner.ticks(8, awaited=[3], heard=[]) if isinstance(e, Stalled)]) == 2
-
-
 def stalled(rank, is_heard=True):
     return Stalled(EPOCH, rank, is_heard, f"{rank} it is")
-
-
-def judged(blame: Blame):
-    verdicts = [blame.tick() for _ in range(GRACE)]
-    assert verdicts[:-1] == [None] * (GRACE - 1), "those from further down are waited for"
-    return verdicts[-1]
 
 
 @pytest.mark.parametrize(
@@ -283,7 +259,9 @@ def test_accused_and_accuser_are_suspect_and_a_suspect_that_stalls_again_is_left
     for said, left_out, suspects in attempts:
         for accuser, rank, is_heard in said:
             blame.said(accuser, stalled(rank, is_heard))
-        assert judged(blame) == {rank: f"{rank} it is" for rank in left_out}
+        verdicts = [blame.tick() for _ in range(GRACE)]
+        assert verdicts[:-1] == [None] * (GRACE - 1), "those from further down are waited for"
+        assert verdicts[-1] == {rank: f"{rank} it is" for rank in left_out}
         assert blame.suspects == suspects
         others = sorted({1, 2, 3, 4, 5} - suspects)
         assert blame.begin(range(1, 6)) == ([*others, *sorted(suspects)], True)
@@ -298,14 +276,6 @@ def test_an_attempt_never_ends_without_a_consequence():
     blame.said(1, stalled(3))  # not ripe, and yet an excuse
     assert blame.tick() == {}
     assert blame.suspects == {1}
-
-
-def test_what_was_said_of_an_earlier_attempt_does_not_count():
-    blame = Blame(0)
-    blame.said(0, stalled(1))
-    blame.tick()
-    blame.begin([1, 2])
-    assert [blame.tick() for _ in range(50)] == [None] * 50
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from driven_worker import InPhase
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gossipdp.protocol.step_clock import MEDIAN_WINDOW, SKIPPED_STEPS, StepClock
+from gossipdp.protocol.step_clock import StepClock
 
 
 @pytest.mark.parametrize("rate_per_step", [0.25, 1.0, 5.0])
@@ -25,7 +25,7 @@ def test_even_ticks_meet_the_rate_whatever_the_durations(rate_per_step):
             assert clock.ticks_due(math.nextafter(due, 0.0)) == 0
             assert clock.ticks_due(due) == 1, "it is due when it says"
             num_ticks += 1
-    expected = rate_per_step * (num_steps - SKIPPED_STEPS - 1)
+    expected = rate_per_step * (num_steps - 4)
     # The variance of a gap is a twelfth of its mean squared; that of Poisson ticks is all of it.
     assert num_ticks == pytest.approx(expected, abs=4 * math.sqrt(expected / 12) + 1)
 
@@ -63,7 +63,7 @@ def test_ticks_come_due_in_the_virtual_time_of_the_text_after_every_event(events
                 is_paused = False
             case "step":
                 clock.step(now)
-                if steps > SKIPPED_STEPS - 1 and not is_paused:
+                if steps > 2 and not is_paused:
                     durations.append(passed - last_step)
                     if len(durations) == 1:
                         next_tick = steps + 1 + (1.0 / rate if rate else math.inf)
@@ -76,12 +76,12 @@ def test_ticks_come_due_in_the_virtual_time_of_the_text_after_every_event(events
                 rate = value
         assert (clock.step_seconds is None) == (not durations)
         if is_paused or not durations:
-            first_timed = max(SKIPPED_STEPS, steps) + 1
+            first_timed = max(3, steps) + 1
             assert clock.timed_from_step == (math.inf if is_paused else first_timed)
             assert clock.next_tick_at == math.inf
             assert clock.ticks_due(now) == 0
             continue
-        median = max(median_low(durations[-MEDIAN_WINDOW:]), 1e-9)
+        median = max(median_low(durations[-32:]), 1e-9)
         assert clock.step_seconds == pytest.approx(median, abs=1e-12 + 1e-12 * now)
         u = steps + min(1.0, (passed - last_step) / median)
         due = clock.next_tick_at

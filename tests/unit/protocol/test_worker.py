@@ -12,7 +12,7 @@ from gossipdp.protocol.actions import Begin, Send, Stop, Unlink
 from gossipdp.protocol.members import Status
 from gossipdp.protocol.pairing import Idle, Proposing
 from gossipdp.protocol.peers import FIRST_WAIT_S
-from gossipdp.protocol.worker import Action, WorkerProtocol
+from gossipdp.protocol.worker import MOST_OWED, Action, WorkerProtocol
 
 
 def ask_others(worker: WorkerProtocol, now: float) -> Proposing:
@@ -31,8 +31,11 @@ def test_bad_timeouts_are_refused(timeout_s):
 
 def test_gain_follows_the_method():
     constants = Constants.of(build_graph("ring", 6))
-    assert make_worker().pairing.alpha_tilde == constants.alpha_tilde
-    assert make_worker(method="gossip").pairing.alpha_tilde == 0.5
+    gains = {"a2cid2": (constants.eta, constants.alpha_tilde), "gossip": (0.0, 0.5)}
+    for method, (eta, alpha_tilde) in gains.items():
+        worker = make_worker(method=method)
+        assert worker.neighbourhood.place[2:] == (eta, alpha_tilde)
+        assert worker.pairing.alpha_tilde == alpha_tilde
 
 
 def test_only_linked_neighbours_are_available_and_others_are_answered_too():
@@ -65,13 +68,8 @@ def test_exchanges_are_counted_and_a_failed_link_is_not_chosen_until_it_is_made_
     worker.link_down(2, 0.6)
     worker.link_up(2, 0.7)
     assert worker.pairing.available.keys() == {0, 2}
-
-
-def test_a_new_link_aborts_the_exchange_of_the_old_one():
-    worker = make_worker(0, 2)
-    worker.receive(0, ask(0), 0.1)
-    actions = worker.link_up(0, 0.2)
-    assert isinstance(actions[0], Stop)
+    worker.receive(0, ask(0, 2), 0.8)
+    assert isinstance(worker.link_up(0, 0.9)[0], Stop), "the exchange of the old one ends"
     assert worker.pairing.state == Idle()
 
 
@@ -84,8 +82,11 @@ def test_who_does_not_answer_is_left_out_until_it_does_and_keeps_its_link():
     assert worker.proposals_unanswered == 1
     assert worker.pairing.available.keys() == {other}
     assert worker.peers.live == {0, 2}
+    worker.receive(other, say.Envelope(say.Busy(worker.pairing.state.id)), 0.15 + FIRST_WAIT_S)
     late = worker.receive(first.peer, say.Envelope(say.Accept(first.id, 0.5)), 0.2 + FIRST_WAIT_S)
-    assert said(late) == [say.Cancel(first.id)]
+    cancel, again = said(late, first.peer)
+    assert cancel == say.Cancel(first.id), "before it asks again"
+    assert isinstance(again, say.Propose)
     assert worker.pairing.available.keys() == {0, 2}
 
 
@@ -135,7 +136,11 @@ def test_a_peer_that_breaks_the_rules_loses_its_link():
     (unlink,) = of_type(actions, Unlink)
     assert unlink.peer == state.peer
     assert "gain" in unlink.reason
-    assert worker.pairing.available.keys() == {2 - state.peer}
+    other = 2 - state.peer
+    assert worker.pairing.available.keys() == {other}
+    actions = worker.receive(other, say.Envelope(say.NewerEpoch(say.Epoch(2**40, 0, 7))), 0.3)
+    assert [each.peer for each in of_type(actions, Unlink)] == [other], "out of all order"
+    assert of_type(worker.poll(0.4), Unlink) == [], "it is judged once"
 
 
 @given(st.lists(st.lists(st.floats(0.0, 0.5), max_size=4), min_size=1, max_size=4))
@@ -160,18 +165,26 @@ def test_each_exchange_is_measured_from_its_own_begin_and_by_its_own_gaps(exchan
 
 
 def test_who_is_asked_less_than_its_half_asks_more():
-    """Its neighbours make no step, so they ask for nothing; each answers at once."""
-    worker, num_exchanges, now = make_worker(0, 2), 0, 0.0
+    """Its neighbours asked before, and make no step now: they ask no more, and answer at once."""
+    worker, counts = make_worker(0, 2), list[int]()
+    for number in range(100):
+        worker.receive(0, ask(0, number), 0.0)
+        worker.finished(ask(0, number).message.id, 0.0)
     for step in range(1, 201):
         now = float(step)
+        counts.append(0)
         actions = worker.step(1, now)
         while any(isinstance(message, say.Propose) for message in said(actions)):
             state = worker.pairing.state
             assert isinstance(state, Proposing)
             worker.receive(state.peer, say.Envelope(say.Accept(state.id, 0.5)), now)
             actions = worker.finished(state.id, now)
-            num_exchanges += step > 40  # it begins with none owed
-    assert num_exchanges == pytest.approx(160, abs=8)
+            counts[-1] += 1
+    assert sum(counts[50:]) == pytest.approx(150, abs=8), "it begins with the most ahead"
+    assert max(counts) == 2, "at a tick"
+    for step in range(201, 221):  # nobody answers
+        worker.step(1, float(step))
+    assert worker._owed == MOST_OWED
 
 
 def test_method_none_answers_busy_and_never_asks():
@@ -207,6 +220,5 @@ def test_done_is_announced_once_its_own_proposal_is_settled_and_then_it_only_ans
     assert worker.membership.own.status is Status.ALIVE
     worker.finished(state.id, 0.4)
     assert worker.membership.own.status is Status.DONE
-    assert worker.pairing.tick() == []
     assert worker.clock.is_paused
     assert isinstance(said(worker.receive(0, ask(0), 0.5))[0], say.Accept)

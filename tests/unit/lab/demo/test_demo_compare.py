@@ -1,7 +1,3 @@
-"""``gossipdp demo --compare``: words that follow from figures, trainings that differ in method."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

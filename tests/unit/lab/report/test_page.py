@@ -1,5 +1,3 @@
-"""The page of a run by its elements: structure, all sections, nothing from outside."""
-
 import dataclasses
 import json
 import math

@@ -1,5 +1,3 @@
-"""``gossipdp simulate``: refused options, the runs of valid ones, and its output."""
-
 import json
 import math
 import re
@@ -25,10 +23,6 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def simulate(words: str) -> int:
-    return main(["simulate", *words.split()])
-
-
 def arguments_of(words: str) -> command.SimulateArguments:
     return tyro.cli(command.SimulateArguments, args=words.split())
 
@@ -46,16 +40,9 @@ def results(words: str) -> tuple[Any, str]:
     return command.as_json(arguments_of(words), found), said
 
 
-def strict(path: Path) -> Any:
-    def fail(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
-
-    return json.loads(path.read_text(), parse_constant=fail)
-
-
 def test_a_file_where_the_figures_go(elsewhere, capsys):
     (elsewhere / "runs").write_text("")
-    assert simulate("--workers 4") == 2
+    assert main(["simulate", "--workers", "4"]) == 2
     assert "runs: go to another directory" in capsys.readouterr().err
 
 
@@ -109,8 +96,10 @@ def test_the_timeline_of_the_docs_idles_as_they_say():
 
 def test_consensus_on_a_ring(elsewhere):
     """The docs show what it prints, which test_docs holds."""
-    assert simulate("--graph ring --workers 16 --json results.json --timeline") == 0
-    written = strict(elsewhere / "results.json")
+    words = "simulate --graph ring --workers 16 --json results.json --timeline"
+    assert main(words.split()) == 0
+    text = (elsewhere / "results.json").read_text()
+    written = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     # The design's table, with Poisson edges.
     expected = ("a2cid2", 0.234), ("gossip", 0.078)
     for run, (method, decay) in zip(written["runs"], expected, strict=True):
@@ -131,9 +120,9 @@ def test_consensus_on_a_ring(elsewhere):
 
 def test_several_graphs_and_rates():
     words = "--graph ring,star --comm-rate 1,2 --workers 6 --methods gossip,allreduce"
-    written, said = results(f"{words} --workload digits --steps 10")
-    runs = runs_of(f"{words} --workload digits --steps 10")
-    assert [run.label for run in runs] == [
+    words += " --workload digits --steps 10"
+    written, said = results(words)
+    assert [run.label for run in runs_of(words)] == [
         f"{graph} r={rate} {method}"
         for graph in ("ring", "star")
         for rate in (1, 2)

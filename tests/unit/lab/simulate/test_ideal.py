@@ -1,5 +1,3 @@
-"""Poisson edges: rates, arithmetic against real workers', and the decay rates of the paper."""
-
 from typing import Any
 
 import networkx as nx

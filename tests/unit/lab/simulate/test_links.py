@@ -1,5 +1,3 @@
-"""Runs over links: determinism, conservation, effects of the scenario, content of the trace."""
-
 from dataclasses import replace
 from itertools import pairwise
 

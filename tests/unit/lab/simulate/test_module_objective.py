@@ -1,5 +1,3 @@
-"""Torch modules as objectives: gradients of rows are those of the module, however computed."""
-
 import logging
 from collections.abc import Callable, Iterator
 

@@ -1,5 +1,3 @@
-"""The optimizers' moments, where exchanges average them."""
-
 from dataclasses import replace
 from functools import partial
 

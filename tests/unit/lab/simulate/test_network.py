@@ -1,5 +1,3 @@
-"""Events in order of time, order on a link, and runs from first step to last farewell."""
-
 import math
 from random import Random
 

@@ -1,5 +1,3 @@
-"""Consensus and quadratic: their gradients, noise and drift, and where their runs start."""
-
 import pickle
 
 import pytest

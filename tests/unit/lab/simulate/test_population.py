@@ -1,5 +1,3 @@
-"""Rows follow the float64 reference, and torch's optimizers; gradient steps apply at their end."""
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random

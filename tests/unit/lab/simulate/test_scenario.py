@@ -1,5 +1,3 @@
-"""Durations of gradient steps, of messages and of exchanges; scenarios that are refused."""
-
 import math
 import pickle
 from functools import partial

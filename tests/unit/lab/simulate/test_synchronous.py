@@ -1,7 +1,5 @@
-"""All-reduce: arithmetic, costs and records."""
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,13 +8,11 @@ from torch import Tensor
 
 from gossipdp_lab.simulate.objectives import Evaluation, Gradients, GradientSource, Objective
 from gossipdp_lab.simulate.scenario import ConstantTime, Link, LinkModel, Scenario
-from gossipdp_lab.simulate.study import ROUNDS
-from gossipdp_lab.simulate.trace import Trace
+from gossipdp_lab.simulate.study import simulate
 
 EVEN = Scenario(num_workers=4, compute_time=ConstantTime(1.0), links=LinkModel(Link(latency_s=0.0)))
 
 
-@dataclass(frozen=True)
 class Pull(Objective):
     """A pull of worker i towards i; one buffer column counts its steps times i."""
 
@@ -34,24 +30,17 @@ class _PullSource(GradientSource):
 
     def gradients(self, ranks: Sequence[int], x: Tensor) -> Gradients:
         targets = torch.tensor(list(ranks), dtype=torch.float64).unsqueeze(1)
-        pull = x[:, :1] - targets
-        return Gradients(pull, targets)
+        return Gradients(x[:, :1] - targets, targets)
 
     def evaluate(self, x: Tensor) -> Evaluation:
         return Evaluation(loss=float(x[0]), metric=float(x[1]))
-
-
-def run(
-    scenario: Scenario, method: str, on_progress: Callable[[float], None] = lambda share: None
-) -> Trace:
-    return ROUNDS[method](scenario, method, on_progress).run()
 
 
 def test_all_reduce_takes_the_step_of_the_mean_gradient_everywhere():
     optimizer = partial(torch.optim.SGD, lr=0.5, momentum=0.5)
     scenario = replace(EVEN, objective=Pull(), optimizer=optimizer, num_steps=3, num_records=3)
     shares: list[float] = []
-    trace = run(scenario, "allreduce", shares.append)
+    trace = simulate(scenario, "allreduce", shares.append)
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     # All start from rank 0's row, x = 0, and follow the mean of the targets, 1.5.
@@ -71,7 +60,7 @@ def test_all_reduce_takes_the_step_of_the_mean_gradient_everywhere():
 def test_the_cost_of_an_all_reduce_is_that_of_its_slowest_link(num_workers):
     links = LinkModel(Link(0.01, 1000.0), overrides={(1, 0): Link(0.02, 500.0)})
     scenario = replace(EVEN, num_workers=num_workers, links=links, model_bytes=400.0)
-    trace = run(replace(scenario, num_steps=40, num_records=4), "allreduce")
+    trace = simulate(replace(scenario, num_steps=40, num_records=4), "allreduce")
     hops = 2 * (num_workers - 1)
     round_s = 1.0 + hops / num_workers * 400 / 500 + hops * 0.02
     assert trace.worker_steps == [int(40 / round_s)] * num_workers

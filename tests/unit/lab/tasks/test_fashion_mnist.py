@@ -1,5 +1,3 @@
-"""Fashion-MNIST: its files, what is wrong with them, and the recipe."""
-
 import gzip
 from pathlib import Path
 from typing import Any

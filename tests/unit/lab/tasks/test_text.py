@@ -1,5 +1,3 @@
-"""Text to train on: which files, in which order, and what is held out."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""The results of a training, and resuming it."""
-
 import json
 from dataclasses import replace
 from pathlib import Path

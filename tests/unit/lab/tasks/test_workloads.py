@@ -15,7 +15,7 @@ from gossipdp_lab.tasks import RECIPES, WORKLOADS, MethodName, make_workload
 from gossipdp_lab.tasks.command import Recipe
 from gossipdp_lab.tasks.digits import Digits
 from gossipdp_lab.tasks.text import PyStdlib
-from gossipdp_lab.tasks.workload import BatchLoader, Workload, worker_device, worker_seed
+from gossipdp_lab.tasks.workload import BatchLoader, Workload, worker_seed
 
 MakeWorkload = Callable[..., Workload[Any]]
 
@@ -182,7 +182,6 @@ def test_every_recipe_has_options_and_a_class():
             lambda: BatchLoader(torch.arange(3), batch_size=4, seed=0, gather=lambda rows: rows),
             "holds 3 samples, less than one batch of 4",
         ),
-        (lambda: worker_device("tpu"), "--device is 'tpu'; choose cpu or cuda"),
     ],
 )
 def test_invalid_arguments_are_refused(call, message):
