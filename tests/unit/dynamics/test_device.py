@@ -118,7 +118,9 @@ def run_script(world: World, seed: int, wire: torch.dtype) -> list[object]:
             out.fill_(7.0)
         world.phase.end_exchange(world.now_s)
         world.now_s += random.random()
-        world.step(random_values(random, chunks[0], chunks[0].x.dtype)[0])
+        gradient = random_values(random, chunks[0], chunks[0].x.dtype)[0]
+        if chunks[0].x.dtype is chunks[0].pending.dtype:
+            world.step(gradient)  # else its own rounding shows when x was rounded
         world.boundary()
         chunk = random.choice(chunks)
         out = torch.empty_like(chunk.x)
@@ -156,7 +158,7 @@ def run_script(world: World, seed: int, wire: torch.dtype) -> list[object]:
     ],
 )
 def test_all_is_in_order_and_the_bits_are_those_of_host_memory(dtype, wire):
-    for seed in range(2):
+    for seed in range(4):
         # No flow: it comes at other times where values have two inboxes.
         host = World(Device(), dtype, 0.0, has_moment=True)
         device = World(ClockedDevice(), dtype, 0.0, has_moment=True)
