@@ -650,11 +650,9 @@ class WorkerProtocol:
             return []
         self._closed_for.discard(reason)
         self.peers.has_changed = True
-        if self._closed_for:
-            return []
-        if not self.is_done:
+        if not self.is_done and self._closed_for <= {"spent"}:
             self.clock.resume(now)
-        return self.pairing.open()
+        return [] if self._closed_for else self.pairing.open()
 
     def _consolidate(self, now: float) -> list[_Inner]:
         """Pass new membership and deferred messages to consolidation.

@@ -139,8 +139,10 @@ def test_a_worker_that_cannot_afford_more_says_busy_and_then_free():
     opens_at = worker.next_deadline()
     assert opens_at == pytest.approx(now + STEP_S / (1.5 * rate.rate))
     worker.hold(now)
+    assert worker.clock.is_paused
     worker.release(now)
     assert not worker.pairing.answers, "released while it cannot afford more"
+    assert not worker.clock.is_paused, "its own demands go on"
     assert said(worker.poll(opens_at - 1e-3)) == []
     assert said(worker.poll(opens_at), 0) == [Free()]
     worker.receive(0, ask(0, 100), opens_at)
