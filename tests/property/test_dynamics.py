@@ -191,11 +191,15 @@ def test_momentum_form_equals_the_papers_equations(script):
 TAKEN_LATE = [("flow", 0, 1, 1.0), ("exchange", 0, 1, 0.5), ("take", 0, 1, 0.0)]
 TAKEN_LATE += [("exchange", 0, 1, 0.5), ("flow", 0, 1, 0.5)]
 """A worker that takes a state flows again from phase 0 on."""
+LATE = [("exchange", 0, 1, 0.5), ("flow", 0, 1, 1.0), ("exchange", 0, 1, 0.5)]
+LATE += [("boundary", 0, 1, 2.0), ("boundary", 0, 1, 0.0)]
+"""A boundary that read the phase before an exchange comes after it."""
 
 
 @settings(max_examples=100)
 @given(scripts("take"))
 @example(TAKEN_LATE)
+@example(LATE)
 def test_fast_version_equals_the_reference(script):
     reference = run_reference(script, lambda x: MomentumState(x, torch.zeros_like(x)))
     for fast, slow in zip(run_fast(script), reference, strict=True):

@@ -265,6 +265,7 @@ def test_accused_and_accuser_are_suspect_and_a_suspect_that_stalls_again_is_left
         assert blame.suspects == suspects
         others = sorted({1, 2, 3, 4, 5} - suspects)
         assert blame.begin(range(1, 6)) == ([*others, *sorted(suspects)], True)
+        assert {blame.tick() for _ in range(GRACE)} == {None}, "what was said counts no more"
     assert blame.begin(others) == (others, False), "none of these is suspect"
 
 
