@@ -43,7 +43,7 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def loss(self) -> float:
-        """Of the final model, bits a byte; infinity if it had diverged."""
+        """Return the loss of the final model, bits a byte; infinity if it had diverged."""
         return math.inf if self.result.loss is None else self.result.loss
 
     @property

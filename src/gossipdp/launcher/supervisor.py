@@ -287,11 +287,12 @@ class Supervisor:
         self._give_up_waiting()
         for worker in self.running:  # those without our handlers by SIGTERM
             worker.send(number if worker.saves else signal.SIGTERM)
-        self._say_waits_at = self._ended_at + PATIENCE_S
         if self.begun and saves and not self.is_complete:
             self._say_waits_at = math.inf
             text = "the workers are to end their step and save; Ctrl+C now kills them unsaved"
             self._on_sentence(text)
+        else:
+            self._say_waits_at = self._ended_at + PATIENCE_S
 
     def kill(self) -> None:
         """Send all workers, and what they started, SIGKILL."""
