@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.state import Segment, State
-from gossipdp.gossip.sums import MAX_QUEUED_CHUNKS, Sums
+from gossipdp.gossip.sums import MAX_QUEUED_CHUNKS, MAX_WAITING_CHUNKS, Sums
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.protocol import actions as do
 from gossipdp.protocol.messages import Epoch
@@ -178,11 +178,15 @@ def test_poison_of_its_own_or_of_a_sum_is_not_given(rank, x, action):
 
 
 def test_an_old_result_is_not_sent_in_place_of_a_new_one():
-    """It waits behind a full link while a new sum begins; its own integers are no result."""
+    """It waits behind a full link while a new sum begins; its own integers are no result.
+
+    A peer that asks for it without end makes no more than a few wait.
+    """
     worker = Member(1, torch.ones(2))
     queue = worker.links[2].queue
     queue.extend(range(MAX_QUEUED_CHUNKS))
-    worker.perform([do.SendResult(2, EPOCH, 1)])
+    worker.perform([do.SendResult(2, EPOCH, 1)] * 5000)
+    assert len(worker.sums._queues[2]) == MAX_WAITING_CHUNKS
     worker.consolidation.origin = epoch(2)
     worker.perform([do.Forget(EPOCH)])
     queue.clear()
