@@ -166,8 +166,8 @@ class Sums:
 
     def link_lost(self, peer: int) -> None:
         """Forget the chunks to and from ``peer``; the protocol asks for them again."""
-        self._queues.pop(peer, None)
-        self._rooms.pop(peer, None)
+        for table in (self._queues, self._rooms, self._leaving, self._coming):
+            table.pop(peer, None)
 
     def pump(self) -> bool:
         """Divide and send, as far as the links' queues are short; return whether work is left."""
