@@ -239,3 +239,12 @@ def test_a_joiner_is_told_of_the_latest_of_a_forgotten_ranks_thousands_of_lives(
     worker.progress.merge_all(lives, 0.0)
     answer = worker.answer_joiner()
     assert first_incarnation(answer.members, None, answer.progress) == (6, 2000)
+
+
+def test_the_reasons_why_a_thousand_are_left_out_fit_one_message():
+    longest = "\U0001f600" * 200  # four bytes each
+    left_out = tuple(say.LeftOut((rank, 2**63 - 1), longest) for rank in range(1000))
+    begin = say.BeginEpoch(say.Epoch(1, 0, 70), ((0, 70),), None, left_out=left_out)
+    data = say.encode(say.Envelope(begin))
+    assert len(data) < MAX_CONTROL_BYTES
+    assert say.decode(data).message == begin
