@@ -393,6 +393,7 @@ def test_a_link_whose_key_is_old_ends_when_its_peer_asks_and_nothing_is_under_wa
 def test_a_turn_waits_no_longer_than_what_it_flushed_allows():
     worker, waits = Worker(), []
     worker.loop.transport.poll = waits.append
+    worker.loop.perform(worker.loop.protocol.poll(worker.now))  # what is due at once
     worker.loop.turn(100.0)
     worker.loop.transport.flush = lambda: worker.loop.link_down(worker.links[1], "lost")
     worker.loop.turn(100.0)
