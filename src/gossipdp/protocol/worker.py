@@ -294,19 +294,19 @@ class WorkerProtocol:
         self.progress.merge_all(envelope.progress, now)
         self.membership.merge_all(envelope.members)
         message = envelope.message
-        if isinstance(message, Propose | Free):
-            self.peers.says(peer, is_closed=False)
-        elif isinstance(message, Accept | Busy):
+        if isinstance(message, Accept | Busy):
             state = self.pairing.state
             in_time = isinstance(state, Proposing) and state.id == message.id
             self.peers.answered(peer, message.id, now, in_time=in_time)
+        if isinstance(message, Propose | Free | Busy):
+            self.peers.says(peer, is_closed=isinstance(message, Busy) and message.is_closed)
         actions += [*self._review_members(now), *self._set_available(now)]
         try:
             actions += self._take(peer, message, now)
         except ProtocolError as error:
             return [*actions, *self._unlinked([Unlink(peer, str(error))])]
-        if isinstance(message, Accept | Busy):  # not before: CANCEL goes before a new proposal
-            self.peers.says(peer, is_closed=isinstance(message, Busy) and message.is_closed)
+        if isinstance(message, Accept):  # not before: CANCEL goes before a new proposal
+            self.peers.says(peer, is_closed=False)
         return actions
 
     def _take(self, peer: int, message: Message, now: float) -> Sequence[_Inner]:

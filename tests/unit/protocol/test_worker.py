@@ -118,13 +118,19 @@ def test_a_free_that_is_not_answered_keeps_nobody_else_waiting():
 
 
 def test_a_closed_worker_is_left_out_until_it_frees():
+    """What it refuses is asked of another at once, also of one that the policy had left out."""
     worker = make_worker(0, 2)
+    worker.receive(0, ask(0), 0.1)
+    worker.finished(ask(0).message.id, 0.1)  # so that the policy leaves it out
     first = ask_others(worker, 0.1)
-    worker.receive(first.peer, say.Envelope(say.Busy(first.id, is_closed=True)), 0.11)
-    assert worker.pairing.available.keys() == {2 - first.peer}
-    worker.heard(first.peer, 1.0)
-    assert worker.pairing.available.keys() == {2 - first.peer}
-    worker.receive(first.peer, say.Envelope(say.Free()), 1.1)
+    assert first.peer == 2
+    refusal = say.Envelope(say.Busy(first.id, is_closed=True))
+    (again,) = said(worker.receive(2, refusal, 0.11), 0)
+    assert isinstance(again, say.Propose)
+    assert worker.pairing.available.keys() == {0}
+    worker.heard(2, 1.0)
+    assert worker.pairing.available.keys() == {0}
+    worker.receive(2, say.Envelope(say.Free()), 1.1)
     assert worker.pairing.available.keys() == {0, 2}
 
 
