@@ -151,7 +151,7 @@ def test_a_message_does_not_wait_for_the_chunk_of_another_link(world):
 def test_a_worker_that_waits_for_its_limit_sleeps(world):
     first, second = world.tcp(0, max_bytes_per_s=20_000), world.tcp(1)
     there, _ = world.join(first, second)
-    there.send_chunk(EXCHANGE, key(), memoryview(bytes(25_000)))
+    there.send_chunk(EXCHANGE, key(), memoryview(bytes(10_000)))
     num_polls = 0
     while there.has_unsent:
         first.transport.poll(FOR_EVER_S)
