@@ -11,7 +11,6 @@ import gc
 import json
 import logging
 import multiprocessing
-import multiprocessing.connection
 import os
 import pickle
 import signal
@@ -300,9 +299,11 @@ def _end_with_parent() -> None:
     assert parent is not None
 
     def watch() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
+        parent.join()
         os.killpg(0, signal.SIGTERM)
-        time.sleep(grace_s())
+        time.sleep(grace_s() + UNKILLABLE_S)  # a step in hand ends by then
+        while any(each.name.startswith("gossipdp-checkpoint") for each in threading.enumerate()):
+            time.sleep(1.0)  # a save ends by itself once nothing reaches the disk
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="gossipdp parent watch", daemon=True).start()
@@ -389,10 +390,9 @@ class Spares:
         *,
         program: str = PROGRAM,
     ) -> None:
-        is_python = script[0] == "-m" or script[0].endswith(".py")
         self._variables, self._say = dict(variables), say
         self._script, self._program = list(script), program
-        self._number = number if is_python else 0
+        self._number = number if script[0] == "-m" or script[0].endswith(".py") else 0
         self._waiting: list[ScriptWorker] = []
 
     def start(self, variables: Mapping[str, str]) -> ScriptWorker:
