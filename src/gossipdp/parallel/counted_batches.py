@@ -58,7 +58,7 @@ class CountedBatches:
         # The first two count the calls of epochs() that are over. The third is of the last call,
         # which may be under way or broken off.
         self._epochs_before = self._samples_before = self._num_epochs = 0
-        self._forwarded: list[weakref.ref[Tensor]] = []  # inputs of a step's forward passes
+        self._forwarded: list[tuple[weakref.ref[Tensor], int]] = []  # the inputs of a step's passes
 
     def take_counted(self) -> int:
         """Return the samples of the step that has just ended."""
@@ -95,10 +95,13 @@ class CountedBatches:
         is_counted = self._checkpointer.is_within_batches or self._is_repeat
         if self._samples_per_step is not None or is_counted or self._is_closed:
             return
-        if path := _path(batch):
-            if self._may_repeat and any(each() is path[-1] for each in self._forwarded):
+        if path := _path(batch):  # each pass may make a view of its own
+            first, base = path[-1], path[-1]._base
+            whole, place = first if base is None else base, first.storage_offset()
+            seen = (at for each, at in self._forwarded if each() is whole)
+            if self._may_repeat and place in seen:
                 return
-            self._forwarded.append(weakref.ref(path[-1]))
+            self._forwarded.append((weakref.ref(whole), place))
         self._counted += _batch_size(batch, self._batch_dim) or 0
 
     def counting_once(self, closure: Callable[..., Any]) -> Callable[..., Any]:
