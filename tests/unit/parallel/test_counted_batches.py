@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from types import SimpleNamespace
 
@@ -282,6 +283,19 @@ def test_a_loop_after_the_end_is_an_error(linear):
         model.epochs(DataLoader(torch.ones(20, 3)), 1)
     model(torch.ones(5, 3))
     assert model._worker.batches._forwarded == [], "nothing is kept of what passes now"
+
+
+def test_batches_that_another_thread_asks_for_are_an_error(linear):
+    """Checkpoints would be taken there, in the middle of a step."""
+    model, optimizer = linear(budget_samples=20)
+    batches = model.batches([torch.ones(5, 3)])
+    with ThreadPoolExecutor(1) as other:
+        batch = other.submit(next, batches).result()
+        with pytest.raises(RuntimeError, match="another thread .* let the loader prefetch"):
+            step(model, optimizer, batch)
+        batch = next(batches)
+        other.submit(step, model, optimizer, batch).result()  # as a backward pass on a GPU may step
+    assert model.stats().gradient_steps == 1
 
 
 def test_a_loop_without_a_step_says_so(linear, caplog):
