@@ -81,6 +81,7 @@ class FastWorker:
         self.state = State([self.segment])
         for chunk in self.state.chunks:
             chunk.restored()
+            assert chunk.has_pending == chunk.pending.any()
         self.theta = self.theta_before = 0.0
 
     def take(self, other: "FastWorker") -> None:
