@@ -130,7 +130,6 @@ class Ending(FaultyNetwork):
         if isinstance(action, Commit):
             worker = self.workers[rank]
             attempt = worker.consolidation._attempt
-            assert attempt is not None
             self.note_epoch(attempt.begin)
             self.committed_in.append((attempt.epoch, action.origin))
             self.origins[worker] = action.origin

@@ -75,8 +75,6 @@ class FastWorker:
             (values - waits).to(self.segment.x.dtype), Role.TRAINED, chunk_bytes=CHUNK_BYTES
         )
         self.segment.pending.copy_(values - self.segment.x)
-        assert c is not None
-        assert self.segment.c is not None
         self.segment.c.copy_(c)
         self.state = State([self.segment])
         for chunk in self.state.chunks:
@@ -111,7 +109,6 @@ class FastWorker:
     @property
     def c(self) -> Tensor:
         """The momentum as it is at the phase to which the chunks have been flowed."""
-        assert self.segment.c is not None
         momentum = torch.empty_like(self.segment.c)
         for chunk, room in self.segment.split(momentum):
             chunk.read(torch.empty_like(chunk.pending), room)

@@ -515,7 +515,6 @@ class FaultyNetwork(VirtualNetwork):
         self.engine.at(arrives, partial(self._chunk_arrived, wire, rank, peer, frame))
 
     def _begin_chunk(self, wire: Wire, rank: int, peer: int) -> None:
-        assert self._chunk_s is not None
         self._moving.update([("from", rank), ("to", peer)])
         link, (frame_type, key, _) = self._link(peer, rank), self._queues[wire, rank][0]
         if link is not None:
