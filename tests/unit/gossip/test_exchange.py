@@ -58,19 +58,19 @@ def land(to: Exchange, frame_type: FrameType, key: ChunkKey, payload: bytes | me
     to.landed(frame_type, key, room)
 
 
-def start(states, alpha_tilde=1.3, codecs=None, id=ID, moments=(), *, kinds=2 * (MemoryLink,)):
+def start(states, codecs=None, id=ID, moments=(), *, kinds=2 * (MemoryLink,)):
     """Begin an exchange between two, in their wire formats (by default new full ones)."""
     codecs = codecs or [Codec("full", state) for state in states]
     links = [kind(peer) for kind, peer, _ in zip(kinds, (1, 0), states, strict=False)]
     return links, [
-        Exchange(state, codec, link, id, alpha_tilde=alpha_tilde, theta=0.0, moments=moments)
+        Exchange(state, codec, link, id, alpha_tilde=1.3, theta=0.0, moments=moments)
         for state, codec, link in zip(states, codecs, links, strict=True)
     ]
 
 
-def exchange(states, codecs, random: Random, *, alpha_tilde=1.3, id=ID, moments=()):
+def exchange(states, codecs, random: Random, *, id=ID, moments=()):
     """Run one whole exchange, frames and turns of the two ends in an order that is drawn."""
-    links, exchanges = start(states, alpha_tilde, codecs, id, moments)
+    links, exchanges = start(states, codecs, id, moments)
     run(links, exchanges, random)
     return links, exchanges
 
