@@ -191,7 +191,6 @@ class ClockedDevice(QueuedDevice):
         if not values.numel():
             return
         storage = self._storage(values)
-        assert storage is not None
         with self._turn:
             clock = self.clock(actor)
             start, last = values.data_ptr(), zip(values.shape, values.stride(), strict=True)

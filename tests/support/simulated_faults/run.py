@@ -50,7 +50,6 @@ class Outcome:
     broken: str
     details: str
     digest: str
-    num_exchanges: int
     num_torn: int
     num_taken_over: int
     num_consolidated: int
@@ -70,7 +69,7 @@ def run_schedule(
         run.end()
     except InvariantBroken as error:
         broken, details = error.invariant, str(error)
-    counts = run.num_exchanges, run.ledger.num_torn, len(run.took_over), len(run.left)
+    counts = run.ledger.num_torn, len(run.took_over), len(run.left)
     return Outcome(broken, details, run.digest(), *counts)
 
 

@@ -69,7 +69,6 @@ class Member:
         return []
 
     def partial_landed(self, peer: int, name: Epoch, index: int, now: float) -> list[Any]:
-        assert self.reduction is not None
         self.reduction.landed(peer, index)
         return self.tell("partial", peer, index, now)
 
@@ -86,14 +85,12 @@ class Member:
 
     def lands(self, kind: FrameType, peer: int, values: Tensor) -> None:
         room = self.sums.landing(self.links[peer], kind, self.key)
-        assert room is not None
         room[:] = memoryview(values.numpy()).cast("B")
 
     key = ChunkKey(EPOCH.leader, EPOCH.process_tag, EPOCH.number, 0)
 
     def outcome(self) -> list[Tensor]:
         self.perform([do.Commit(EPOCH, 0.25, 3)])
-        assert self.sums.outcome is not None
         return self.sums.outcome.values
 
 

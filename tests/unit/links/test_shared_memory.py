@@ -330,7 +330,6 @@ def test_memory_of_another_user_is_not_mapped(world, caplog):
     words, pipe = [sys.executable, "-c", textwrap.dedent(code)], subprocess.PIPE
     process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
     with process:
-        assert process.stdout is not None
         offer = bytes.fromhex(process.stdout.readline())
         with pytest.raises(ValueError, match="another user"):
             map_offered(offer)

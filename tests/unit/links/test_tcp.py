@@ -117,6 +117,7 @@ def tick(world: Any, clock: Clock, num_ticks: int) -> None:
 
 @pytest.mark.parametrize("stream", ["tcp", "tls"])
 def test_all_links_of_a_worker_share_its_limit_evenly(world, stream):
+    """One that ends while it waits leaves the limit to the other."""
     clock, first, others = limited_star(world, getattr(world, stream))
     tick(world, clock, 10)
     links = [first.link(other) for other in others]
@@ -131,6 +132,13 @@ def test_all_links_of_a_worker_share_its_limit_evenly(world, stream):
         assert not other.handler.of("chunk")
     tick(world, clock, 80)
     assert all(len(other.handler.of("chunk")) == 1 for other in others)
+    for link in links:
+        link.send_chunk(EXCHANGE, key(1), memoryview(bytes(100_000)))
+    tick(world, clock, 5)
+    links[0].close("the test ends it")
+    tick(world, clock, 60)
+    assert len(others[1].handler.of("chunk")) == 2
+    assert not first.transport.limit.held
 
 
 def test_a_message_does_not_wait_for_the_chunk_of_another_link(world):
@@ -157,17 +165,6 @@ def test_a_worker_that_waits_for_its_limit_sleeps(world):
         first.transport.poll(FOR_EVER_S)
         num_polls += 1
     assert num_polls < 15
-
-
-def test_a_link_that_ends_while_it_waits_for_the_limit_is_forgotten(world):
-    clock, first, (one, other) = limited_star(world, world.tcp)
-    for end in (one, other):
-        first.link(end).send_chunk(EXCHANGE, key(), memoryview(bytes(100_000)))
-    tick(world, clock, 5)
-    first.link(one).close("the test ends it")
-    tick(world, clock, 60)
-    assert len(other.handler.of("chunk")) == 1
-    assert not first.transport.limit.held
 
 
 def test_where_a_worker_may_listen_what_it_tells_of_that_and_that_a_port_is_soon_free(world):

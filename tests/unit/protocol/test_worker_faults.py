@@ -189,10 +189,8 @@ def test_a_wait_that_ends_within_an_exchange_begins_no_average_before_its_end(me
     assert [rank for rank, _ in begun.members] == [1, 2]
 
 
-# --- nothing that others say makes a message too long --------------------------------------
-
-
 def crowd(count: int, status: Status = Status.ALIVE) -> list[Member]:
+    """Return members whose records are as long as they may be."""
     host = "h" * 255
     return [
         Member(rank, 2**31 - 1, 2**63 - 1, status, host, 65535, host, 65535)
