@@ -1,24 +1,20 @@
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from small_run import SmallRun
-from torch.utils.data import DataLoader, TensorDataset
 from waiting import FOR_EVER_S, wait_until
 
-from gossipdp import Checkpoints, GossipDataParallel, Network
+from gossipdp import Network
 
 pytestmark = pytest.mark.processes
 
 
-def logged(log: Path, timeout_s: float = 5.0, **options: Any) -> SmallRun:
+def logged(log: Path, budget: int | None = None) -> SmallRun:
     """Return a run whose warnings go to ``log``."""
     logging.getLogger("gossipdp").addHandler(logging.FileHandler(log / f"{os.getpid()}.log"))
-    return SmallRun(0.0, network=Network(timeout_s=timeout_s), **options)
+    return SmallRun(0.0, network=Network(timeout_s=FOR_EVER_S), budget_samples=budget)
 
 
 def said_in(log: Path) -> str:
@@ -31,7 +27,7 @@ def said_in(log: Path) -> str:
 
 
 def forget(log: Path, saves: bool) -> None:
-    run = logged(log, timeout_s=FOR_EVER_S)
+    run = logged(log)
     run.step()  # of its own: it may answer an exchange before
     # Of each worker, since a budget might be used up by one; after it has given the other a state.
     wait_until(lambda: run.model.stats().exchanges > 0, "an exchange", run.step)
@@ -54,7 +50,7 @@ def test_a_forgotten_consolidate_is_said_once(workers, tmp_path):
 
 def leave_the_others(log: Path, budget: int | None) -> None:
     """End worker 1 without an average: early, or after worker 0 has called ``consolidate()``."""
-    run = logged(log, timeout_s=FOR_EVER_S, budget_samples=budget)
+    run = logged(log, budget)
     run.step()
     if run.rank == 0:
         if budget is not None:
@@ -70,28 +66,3 @@ def test_one_that_leaves_without_the_average_is_told_so(workers, tmp_path, budge
     said = said_in(tmp_path)
     assert said.count(f"worker 1 ends without consolidate(): {why}") == 1
     assert said.count("ended without consolidate(), which every worker has to call") == 1
-
-
-def draw(log: Path, changes: Callable[[GossipDataParallel], object], resumes: bool) -> None:
-    torch.manual_seed(5)
-    saving = Checkpoints(log / "saved", resume="auto") if resumes else None
-    run = logged(log, budget_samples=1000, checkpoints=saving)
-    changes(run.model)
-    loader = DataLoader(TensorDataset(torch.zeros(64, 4)), 8, shuffle=True)
-    for _ in range(2):
-        next(run.model.batches(loader))
-    run.step()
-    if resumes:
-        run.model.save_checkpoint()
-    run.model.consolidate()
-
-
-def test_workers_that_draw_the_same_batches_are_warned_once(workers, tmp_path):
-    """Not where they are seeded apart; nor where a run goes on, with states of its own."""
-    said = "all workers go through the data in the same order, since torch has the same random"
-    workers(draw, 3, (tmp_path, lambda model: None, True))
-    assert said_in(tmp_path).count(said) == 1
-    workers(draw, 2, (tmp_path, lambda model: None, True))
-    assert said not in said_in(tmp_path)
-    workers(draw, 2, (tmp_path, lambda model: torch.manual_seed(model.rank + 1), False))
-    assert said not in said_in(tmp_path)
