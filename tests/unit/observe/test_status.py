@@ -159,3 +159,7 @@ def test_one_that_hangs_delays_no_other():
         release.set()
         assert poll.answers([], LONGEST_S)["slow:1"] is STATUS
     assert asked.count("slow:1") == 1
+    wait_until(
+        lambda: not any("gossipdp-ask" in each.name for each in threading.enumerate()),
+        "the threads that ask have ended",
+    )

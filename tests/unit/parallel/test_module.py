@@ -446,6 +446,18 @@ def test_consolidate_closes_and_the_module_trains_on_alone_and_a_state_dict_stay
     assert model.half().state_dict()["conv.weight"].dtype == torch.float16, "it may change now"
 
 
+@pytest.mark.parametrize(("given", "wait_s"), [({}, math.inf), ({"timeout_s": 3.0}, 3.0)])
+def test_the_end_waits_as_long_as_it_is_told_for_others_that_train(
+    linear, monkeypatch, given, wait_s
+):
+    model, _ = linear()
+    protocol, waits_s = model._worker._protocol, []
+    done = protocol.done
+    monkeypatch.setattr(protocol, "done", lambda now, s: waits_s.append(s) or done(now, s))
+    model.consolidate(**given)
+    assert waits_s == [wait_s]
+
+
 def test_what_took_the_place_of_parameters_since_the_last_step_is_averaged(linear):
     """As a moving average that a script updates by hand, or SAM; it is no load."""
     model, _ = linear()
