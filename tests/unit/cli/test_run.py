@@ -12,26 +12,9 @@ TOLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT
 
 @pytest.fixture
 def script(tmp_path: Path) -> str:
-    (tmp_path / "secret").write_text("hush" * 4)
-    (tmp_path / "secret").chmod(0o600)
     path = tmp_path / "train.py"
     path.write_text("raise SystemExit(1)")
     return str(path)
-
-
-def test_no_worker_to_join_is_one_line(script, capsys, monkeypatch):
-    def ask(address: tuple[str, int], *others: object) -> str:
-        raise ConnectionRefusedError(111, "Connection refused")
-
-    monkeypatch.setattr(launch_plan, "_ask", ask)
-    secret = str(Path(script).parent / "secret")
-    words = ["--join", "10.0.0.1:1,[::1]:2", "--secret-file", secret]
-    assert main(["run", *words, script]) == 2
-    assert capsys.readouterr().err == (
-        "gossipdp: error: no worker to join answers (10.0.0.1:1: [Errno 111] Connection refused; "
-        "[::1]:2: [Errno 111] Connection refused); check that the run still goes on and that the "
-        "address is one of its workers'\n"
-    )
 
 
 def test_the_line_on_joining_names_all_that_a_joiner_needs():
