@@ -51,7 +51,7 @@ def values(net: nn.Module) -> Tensor:
 
 
 def exchanged_by_hand(mesh: DeviceMesh, *, is_sharded: bool) -> Tensor:
-    """Return x and c after steps and exchanges of two replicas in a fixed order."""
+    """Return x after steps and exchanges of two replicas in a fixed order, and a flow from c."""
     replica, part = mesh.get_local_rank("replicate"), mesh.get_local_rank("shard")
     num_parts = mesh.size(1)
     net = make_net(replica, torch.float64)
@@ -77,17 +77,7 @@ def exchanged_by_hand(mesh: DeviceMesh, *, is_sharded: bool) -> Tensor:
             dist.all_gather(both, mine, group=partners)
             chunk.exchange(theta, mine, both[1 - replica], ALPHA_TILDE)
     flat.state.boundary(theta + 0.3)
-    momenta = flat.named([segment.copy()[1] for segment in flat.state.segments])
-    parameters = dict(net.named_parameters())
-    gathered = [values(net)]
-    for name in sorted(momenta):
-        parameter, momentum = parameters[name].detach(), momenta[name]
-        if isinstance(parameter, DTensor):
-            layout = parameter.device_mesh, parameter.placements
-            size: dict[str, Any] = {"shape": parameter.shape, "stride": parameter.stride()}
-            momentum = DTensor.from_local(momentum.contiguous(), *layout, run_check=False, **size)
-        gathered.append(whole(momentum).flatten())
-    return torch.cat(gathered)
+    return values(net)
 
 
 @dataclass

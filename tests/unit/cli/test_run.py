@@ -4,14 +4,7 @@ from pathlib import Path
 import pytest
 
 from gossipdp.cli.main import main
-from gossipdp.cli.run import (
-    RunArguments,
-    _common_variables,
-    _join_line,
-    _plan,
-    run,
-    stopped_line,
-)
+from gossipdp.cli.run import RunArguments, _common_variables, _join_line, _plan, run, stopped_line
 from gossipdp.launcher import launch_plan, local
 from gossipdp.launcher.launch_plan import LaunchPlan
 

@@ -199,7 +199,8 @@ def test_a_lost_supervisor_is_not_waited_for_for_ever(supervised, monkeypatch):
     monkeypatch.setattr(plans, "time", passing)
     monkeypatch.setattr(plans, "answers", lambda each: each == address and clock.now_s < 500.0)
     assert supervised[0].leave(wait=True) == [1]
-    assert clock.now_s - 400.0 == plans.LOST_AFTER_S + 100.0  # at 400 s it answered for the last time
+    # At 400 s it answered for the last time.
+    assert clock.now_s - 400.0 == plans.LOST_AFTER_S + 100.0
 
 
 def test_without_torchruns_store_there_is_no_wait(monkeypatch):
