@@ -1,9 +1,7 @@
 """Programs of sharded replicas' processes in tests, and what each process saw."""
 
-import contextlib
 import math
 import os
-import select
 import signal
 import time
 from dataclasses import dataclass, field
@@ -12,6 +10,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from run_processes import wait_until_gone
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -301,9 +300,8 @@ class SlowToSave:
     path: Path
 
     def state_dict(self) -> dict[str, Any]:
-        # FileNotFoundError: it is asked for its state where it is named. The other: it has ended.
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            select.select([os.pidfd_open(int(self.path.read_text()))], [], [])
+        if self.path.exists():  # not yet where it is named
+            wait_until_gone([int(self.path.read_text())])
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
