@@ -54,12 +54,14 @@ SECONDS ?= 60
 fuzz: $(VENV)/fuzz.installed
 	$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS) $(ARGS)
 
-# The tests of tests/long.txt, then faults: fresh examples of the properties, and 1,000 schedules of
-# the simulated network (tests/simulation/test_faults.py).
+# The tests of tests/long.txt, then faults: fresh examples of the properties, 1,000 schedules of the
+# simulated network (tests/simulation/test_faults.py), two hosts that lose each other (root only),
+# and joins by gossipdp run.
 chaos: $(VENV)/dev.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long tests --ignore tests/property \
 	  --ignore tests/simulation
 	GOSSIPDP_EXPLORE=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/property tests/simulation
+	$(BIN)/python -m pytest -s $(addprefix tests/chaos/,partition.py rejoining.py)
 
 # Half an hour of everything at once: is all flat, and is the end right; ARGS="--minutes 60".
 soak: $(VENV)/dev.installed

@@ -2,7 +2,6 @@
 
 The test of a row lets the thing happen, and asserts what is kept. Then each line that was printed
 must be one that the row quotes, each quoted one must be there, and the status must be the row's.
-Two more tests are of runs that survive: a cut network, and the host of the store.
 """
 
 import json
@@ -10,23 +9,19 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import safetensors.torch
 import torch
-from run_processes import VARIABLES, RunCommand, free_port, wait_until_gone
+from run_processes import VARIABLES, RunCommand, wait_until_gone
 from waiting import LONGEST_S
 
-from gossipdp.gossip.loop import REPORT_INTERVAL_S
 from gossipdp.parallel.checkpoint import file_path, saved_by, saved_steps
 from gossipdp.parallel.checkpoint_files import _average_of
-from gossipdp_lab.report.run_log import RunLog, WorkerLog
 
 pytestmark = pytest.mark.processes
 
@@ -100,13 +95,6 @@ class Place:
         run = RunCommand(output, command, environment=VARIABLES | variables, within=within)
         self.started.append(run)
         return run
-
-    def secret_file(self, name: str) -> list[str]:
-        """Return the option for the secret in a file of this name."""
-        path = self.directory / name
-        path.write_text(f"{name} of this test")
-        path.chmod(0o600)
-        return ["--secret-file", str(path)]
 
     def start_two(self, *options: str, **how: Any) -> RunCommand:
         """Start a run of two workers, and wait until each has saved a checkpoint."""
@@ -196,7 +184,7 @@ def read_table() -> dict[str, tuple[list[str], int]]:
 def place(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Place]:
     place = Place(tmp_path, request.node.name.removeprefix("test_"))
     yield place
-    for pid in place.lives(0, 1, 2):
+    for pid in place.lives(0, 1):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     for run in place.started:
@@ -287,22 +275,13 @@ def namespace(kind: str, first: str, last: str = "true") -> list[str]:
     return ["unshare", "--map-root-user", kind, "sh", "-c", text, "sh"]
 
 
-def start_two_in_a_network(place: Place, *options: str) -> RunCommand:
-    """Start a run of two workers that has a network of its own."""
-    within = namespace("--net", "ip link set lo up")
-    return place.start_two(*options, words="brief cut", within=within, TORCH_CPP_LOG_LEVEL="ERROR")
-
-
-def switch_network(run: RunCommand, state: str) -> None:
-    into = ["nsenter", f"--target={run.process.pid}", "--user", "--net", "--preserve-credentials"]
-    subprocess.run([*into, "ip", "link", "set", "lo", state], check=True)
-
-
 def test_the_network_is_cut_until_the_end(place):
-    run = start_two_in_a_network(place)
+    within = namespace("--net", "ip link set lo up")
+    run = place.start_two(words="brief cut", within=within, TORCH_CPP_LOG_LEVEL="ERROR")
     place.touch("hold-1")
     run.wait_for(lambda: place.has("holds-1"))
-    switch_network(run, "down")
+    into = ["nsenter", f"--target={run.process.pid}", "--user", "--net", "--preserve-credentials"]
+    subprocess.run([*into, "ip", "link", "set", "lo", "down"], check=True)
     run.wait_for(lambda: place.steps(0)[0] > place.steps(1)[0] + 10)
     place.touch("end-0")
     run.wait_for(lambda: place.has("ended-0"))
@@ -311,35 +290,6 @@ def test_the_network_is_cut_until_the_end(place):
     place.assert_ends(run)
     place.assert_average_is_of(0)
     place.assert_average_is_of(1, name="model-of-worker-1.pt")
-
-
-def test_two_that_lose_each_other_for_a_while_end_with_one_average(place):
-    logs = place.directory / "logs"
-    run = start_two_in_a_network(place, "--log-dir", str(logs))
-
-    def workers() -> list[WorkerLog]:
-        return [RunLog.read(logs).workers[rank] for rank in (0, 1)]
-
-    def have_both_noticed(kind: str) -> bool:
-        return all(kind in [notice.kind for notice in each.noticed] for each in workers())
-
-    def exchanges() -> list[int]:
-        return [sum(each.counts[-1].exchanges_by_neighbour.values()) for each in workers()]
-
-    switch_network(run, "down")
-    run.wait_for(lambda: have_both_noticed("lost"))
-    alone = [place.steps(rank)[0] for rank in (0, 1)]
-    before = exchanges()
-    run.wait_for(lambda: all(place.steps(rank)[0] > alone[rank] + 10 for rank in (0, 1)))
-    assert exchanges() == before
-    assert not any(each.kind == "answered" for worker in workers() for each in worker.noticed)
-    switch_network(run, "up")
-    run.wait_for(lambda: have_both_noticed("answered"))
-    run.wait_for(lambda: all(now > then for now, then in zip(exchanges(), before, strict=True)))
-    assert [len(each.lives) for each in workers()] == [1, 1]
-    place.touch("end")
-    assert run.process.wait(LONGEST_S) == 0
-    place.assert_average_is_of(0, 1)
 
 
 def test_the_disk_is_full(place):
@@ -408,41 +358,16 @@ def test_a_second_run_starts_in_the_same_directory(place):
 
 
 def test_a_worker_with_another_secret_joins(place):
-    run = place.start_two(*place.secret_file("secret"))
+    secrets = [place.directory / name for name in ("secret", "other")]
+    for secret in secrets:
+        secret.write_text(f"{secret.name} of this test")
+        secret.chmod(0o600)
+    run = place.start_two("--secret-file", str(secrets[0]))
     run.wait_for(lambda: "--join" in run.output.read_text())
     address = run.output.read_text().partition("--join ")[2].split()[0]
-    joiner = place.start("--join", address, *place.secret_file("other"))
+    joiner = place.start("--join", address, "--secret-file", str(secrets[1]))
     joiner.process.wait(LONGEST_S)
     place.touch("end")
     assert run.process.wait(LONGEST_S) == 0
     place.assert_ends(joiner)
     place.assert_average_is_of(0, 1)
-
-
-def test_restarts_and_joins_go_on_without_the_host_of_the_store(place):
-    """One joins by a worker of the second host, which then dies, and comes back by the joiner."""
-    secret, store = place.secret_file("secret"), f"127.0.0.1:{free_port()}"
-
-    def start(node: int, num_restarts: int) -> RunCommand:
-        host = ["-n", "1", "--nnodes", "2", "--node-rank", str(node), "--rendezvous", store]
-        host += ["--host", f"127.0.0.{node + 1}", "--max-restarts", str(num_restarts)]
-        return place.start(*host, *secret)
-
-    first, second = start(0, 0), start(1, 2)
-    place.wait_until_saved(second)
-    first.process.kill()
-    first.process.wait()
-    (survivor,) = place.lives(1)
-    connections = psutil.Process(survivor).net_connections(kind="tcp")
-    (port,) = {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
-    joiner = place.start("--join", f"127.0.0.2:{port}", *secret)
-    joiner.wait_for(lambda: place.steps(2))
-    # The supervisor of the second host has been told of the joiner so much after it came.
-    time.sleep(REPORT_INTERVAL_S + 1.0)
-    place.signal(signal.SIGKILL, 1)
-    second.wait_for(lambda: len(place.lives(1)) == 2)
-    place.touch("end")
-    for run in (second, joiner):
-        assert run.process.wait(LONGEST_S) == 0, run.output.read_text()
-        assert "refused" not in run.output.read_text()
-    place.assert_average_is_of(1, 2)

@@ -1,25 +1,35 @@
-"""A worker that is stopped for a while, and workers that end without the average."""
+"""Workers that are stopped, hang, are killed, or end without the average."""
 
 import logging
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from small_run import SmallRun
 from waiting import FOR_EVER_S, wait_until
 
-from gossipdp import Network
+from gossipdp import Monitor, Network, WorkerFailedError
+from gossipdp.launcher.environment import show_address
+from gossipdp.observe.board import JobStatus, StatusBoard
+from gossipdp.observe.status import StatusPoll
 from gossipdp.parallel.stats import Stats
 
 pytestmark = pytest.mark.processes
 
 SILENCE_S = 1.0
+NUM_WORKERS = 4
+
+
+def small_run() -> SmallRun:
+    return SmallRun(0.005, network=Network(timeout_s=SILENCE_S, start_timeout_s=60.0))
 
 
 def stop_for_a_while(directory: Path) -> tuple[Stats, list[int], list[list[float]]]:
     """Rank 1 stops itself; rank 0 lets it go on once it is lost to the others."""
-    run = SmallRun(0.005, network=Network(timeout_s=SILENCE_S, start_timeout_s=60.0))
+    run = small_run()
 
     def exchange() -> None:
         before = run.model.stats().exchanges
@@ -59,6 +69,90 @@ def test_a_stopped_worker_is_noticed_and_takes_part_again_when_it_goes_on(worker
             kinds = [notice.kind for notice in of_it if notice.kind != "silent"]
             assert kinds == ["lost", "answered"]
             assert of_it[-1].silent_s >= 0.9 * SILENCE_S
+
+
+def hang(directory: Path) -> list[list[float]] | None:
+    """Hang in the training loop of rank 2, while its gossip thread beats."""
+    run = small_run()
+    wait_until(lambda: run.model.stats().exchanges > 0, "an exchange", run.step)
+    if run.rank == 2:
+        ends = [directory / "end-0", directory / "end-1"]
+        wait_until(lambda: all(path.exists() for path in ends), "the others have ended")
+        run.model.close()
+        return None
+    began_s = time.monotonic()
+    assert run.model.consolidate(timeout_s=1.0).world_size == 2
+    assert time.monotonic() >= began_s + 1.0
+    (directory / f"end-{run.rank}").touch()
+    return [value.tolist() for value in run.net.parameters()]
+
+
+def test_consolidate_goes_on_without_a_training_loop_that_hangs(workers, tmp_path):
+    one, other, nothing = workers(hang, 3, (tmp_path,))
+    assert one == other != nothing
+
+
+def show_status(directory: Path) -> None:
+    """Train until the file ``enough`` is there; worker 0 tells where it shows its status."""
+    network, monitor = Network(timeout_s=1.0), Monitor(status_port=0)
+    run = SmallRun(0.005, graph="ring", network=network, monitor=monitor)
+    page = run.model._worker.monitoring.page
+    if run.rank == 0:
+        assert page is not None
+        (directory / "new").write_text(show_address(*page.announced("")))
+        (directory / "new").rename(directory / "address")
+    run.pause_s *= 10 if run.rank == 3 else 1
+    run.train_until((directory / "enough").exists)
+    run.model.consolidate()
+
+
+def states(job: JobStatus) -> list[str]:
+    return [worker.state for worker in job.workers]
+
+
+def test_one_address_shows_the_whole_job_and_the_others_the_death_of_its_worker(workers, tmp_path):
+    killed: list[int] = []
+    seen: list[JobStatus] = []
+    boards: list[StatusBoard] = []
+
+    def is_all_there(job: JobStatus) -> bool:
+        return (
+            states(job) == ["training"] * 3 + ["slow"]
+            and all(len(worker.neighbours or ()) == 2 for worker in job.workers)
+            and all(worker.exchanges and worker.samples_per_second for worker in job.workers)
+        )
+
+    def look() -> None:
+        now_s, address = time.monotonic(), tmp_path / "address"
+        if not boards:
+            boards.extend([StatusBoard([address.read_text()])] if address.exists() else [])
+            return
+        boards[0].take(poll.answers(boards[0].addresses(), 0.2), now_s)
+        if not boards[0].has_answers:
+            return
+        seen.append(job := boards[0].job(now_s))
+        first = job.workers[0]
+        if not killed and is_all_there(job):
+            assert first.status_address == address.read_text()
+            assert first.process_id is not None
+            killed.append(first.process_id)
+            os.kill(first.process_id, signal.SIGKILL)
+        if killed and first.state == "lost" and job.num_answering == 3:
+            (tmp_path / "enough").touch()
+
+    with StatusPoll() as poll, pytest.raises(WorkerFailedError, match="SIGKILL"):
+        workers(show_status, NUM_WORKERS, (tmp_path,), on_poll=look)
+    wait_until(
+        lambda: not [each for each in threading.enumerate() if "gossipdp-ask" in each.name],
+        "the threads that ask have ended",
+    )
+    job = next(job for job in seen if is_all_there(job))
+    assert (job.graph, job.method) == ("ring (4 workers)", "a2cid2")
+    assert len({worker.process_id for worker in job.workers}) == NUM_WORKERS
+    assert job.workers[0].neighbours == (1, 3)
+    job = next(job for job in seen if job.num_answering == 3 and "lost" in states(job))
+    assert (0, "lost") in [(notice.rank, notice.kind) for notice in job.notices]
+    assert job.workers[0].gradient_steps > 0, "what it had done is still there"
 
 
 def logged(log: Path, budget: int | None = None) -> SmallRun:

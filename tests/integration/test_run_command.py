@@ -5,7 +5,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_processes import RunCommand, run_python, runs
+from run_processes import RunCommand, free_port, run_python, runs
 from waiting import LONGEST_S
 
 from gossipdp_lab.report.run_log import RunLog
@@ -150,3 +150,36 @@ def test_faults_may_kill_all(tmp_path, without_torch):
         "gossipdp: at the end: workers 0, 1, 2 died of signal 9 (SIGKILL)\n"
         "gossipdp: no worker is left, and no checkpoint was saved: all that they trained is lost\n"
     )
+
+
+MEETING = """
+from gossipdp.launcher.environment import Environment
+from gossipdp.launcher.rendezvous import Rendezvous, Settings
+
+environment = Environment.read()
+rendezvous = Rendezvous.open(environment, timeout_s=100)
+settings = Settings((("weight", (2,)),), "a2cid2", "ring", "1", "float32")
+meeting = rendezvous.meet((environment.choose_host(), 1000 + environment.rank), settings)
+rendezvous.mark_ready()
+hosts = [meeting.addresses[rank][0] for rank in sorted(meeting.addresses)]
+print("met", environment.rank, environment.local_rank, len(meeting.secret), *hosts)
+"""
+
+
+def test_the_workers_of_two_hosts_meet(tmp_path):
+    """One call a host; here hosts are loopback addresses."""
+    script, rendezvous = tmp_path / "script.py", f"127.0.0.1:{free_port()}"
+    script.write_text(MEETING)
+
+    def start(node: int) -> RunCommand:
+        words = ["-n", "1", "--nnodes", "2", "--node-rank", str(node), "--rendezvous", rendezvous]
+        words += ["--host", f"127.0.0.{node + 1}", str(script)]
+        return RunCommand(tmp_path / f"output-{node}", words)
+
+    with start(0) as first, start(1) as second:
+        for rank, run in enumerate((first, second)):
+            assert run.process.wait(LONGEST_S) == 0, run.output.read_text()
+            assert run.output.read_text() == (
+                "gossipdp: starting 1 worker; importing torch takes some seconds\n"
+                f"met {rank} 0 32 127.0.0.1 127.0.0.2\n"
+            )
