@@ -327,6 +327,15 @@ def test_samplers_that_draw_alike_get_a_warning(linear, monkeypatch, caplog, *, 
     is_loaders = kind is RandomSampler and size is not None
     call = "DataLoader(..., shuffle=True, " if is_loaders else f"{kind.__name__}(..., "
     assert caplog.text.count(f"write {call}generator=") == (order is None)
+    assert all(record.is_of_run for record in caplog.records), "one worker says it for all"
+
+
+def test_workers_that_are_seeded_apart_get_no_warning_of_their_order(linear, monkeypatch, caplog):
+    model, _ = linear(budget_samples=20)
+    monkeypatch.setattr(model._worker, "world_size", 2)
+    torch.manual_seed(model.worker_seed)
+    next(model.batches(DataLoader(torch.ones(12, 3), 4, shuffle=True)))
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("shuffles", [False, True])

@@ -10,6 +10,7 @@ from unittest.mock import DEFAULT, Mock, PropertyMock
 
 import pytest
 import torch
+from checkpointing import step
 from mixed_net import Net
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -47,11 +48,11 @@ def leave_pending(worker: Worker, total: float) -> list[Chunk]:
     return worker._state.averaged_chunks
 
 
-def train_step(model, optimizer, step: int, kind: str = "plain") -> None:
+def train_step(model, optimizer, number: int, kind: str = "plain") -> None:
     def closure():
         optimizer.zero_grad()
         for part in range(3 if kind == "accumulating" else 1):
-            seeded = torch.Generator().manual_seed(10 * step + part)
+            seeded = torch.Generator().manual_seed(10 * number + part)
             images = torch.randn(6, 2, 5, 5, generator=seeded)
             labels = torch.randint(0, 3, (6,), generator=seeded)
             with getattr(model, "no_sync", nullcontext)():
@@ -99,8 +100,8 @@ def test_one_worker_is_bitwise_the_plain_loop(wrap, kind, optimizer_name, memory
         model = wrap(module, optimizer) if module is wrapped else module
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
         torch.manual_seed(1)
-        for step in range(6):
-            train_step(model, optimizer, step, kind)
+        for number in range(6):
+            train_step(model, optimizer, number, kind)
             scheduler.step()
         trained.append(model.state_dict())
     torch.testing.assert_close(*trained, rtol=0, atol=0)
@@ -111,8 +112,7 @@ def test_another_default_device_changes_nothing(wrap_sgd, tmp_path):
     before, inputs = net.weight.detach().clone(), torch.ones(4, 3)
     with torch.device("meta"):
         model, optimizer = wrap_sgd(net, wire_format="lattice8", checkpoints=saving)
-        model(inputs).sum().backward()
-        optimizer.step()
+        step(model, optimizer, inputs)
         assert model.consolidate().samples == 4
     torch.testing.assert_close(net.weight, before - 0.4)
 
@@ -132,9 +132,7 @@ def test_compiled_in_any_order_there_is_one_graph_for_training(wrap, tmp_path, o
     for _ in range(6):
         inputs = torch.randn(4, 2)
         for each, optimizer in zip((plain, called), optimizers, strict=True):
-            optimizer.zero_grad()
-            each(inputs).sum().backward()
-            optimizer.step()
+            step(each, optimizer, inputs)
     assert graphs.frame_count == 1
     assert list(model.state_dict()) == list(module.state_dict())
     torch.testing.assert_close(plain.state_dict(), net.state_dict(), rtol=0, atol=0)
@@ -264,14 +262,12 @@ def test_samples_are_counted_in_training_mode_alone_and_may_be_given(wrap, wrap_
     optimizer.step()
     assert model.stats().samples == 12
     net.train()
-    model(torch.ones(5, 2)).sum().backward()
-    optimizer.step()
+    step(model, optimizer, torch.ones(5, 2))
     assert (model.training, model.stats().samples) == (False, 17)
     model.close()
     given = wrap(net, optimizer, counting=Counting(samples_per_step=3))
     given.count_batch(torch.ones(7, 2))
-    given(torch.ones(7, 2)).sum().backward()
-    optimizer.step()
+    step(given, optimizer, torch.ones(7, 2))
     assert given.stats().samples == 3
     model, optimizer = wrap_sgd(nn.MultiheadAttention(2, 1))
     outputs, _ = model(*3 * [torch.ones(4, 8, 2)])  # several arguments are no list of samples
@@ -377,8 +373,7 @@ def test_an_average_may_begin_in_inference_mode_and_end_outside_of_it(wrap_sgd, 
         with torch.inference_mode() if ends_within else nullcontext():
             averaged.close()
     torch.testing.assert_close(dict(net.state_dict()), dict(before), rtol=0, atol=0)
-    net(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
+    step(net, optimizer, torch.ones(1, 2))
     torch.testing.assert_close(net.bias.detach(), before["bias"] - 0.1)
 
 
@@ -444,6 +439,18 @@ def test_consolidate_closes_and_the_module_trains_on_alone_and_a_state_dict_stay
     with model.averaged():
         torch.testing.assert_close(net.state_dict(), trained, rtol=0, atol=0)
     assert model.half().state_dict()["conv.weight"].dtype == torch.float16, "it may change now"
+
+
+@pytest.mark.parametrize(("given", "wait_s"), [({}, math.inf), ({"timeout_s": 3.0}, 3.0)])
+def test_the_end_waits_as_long_as_it_is_told_for_others_that_train(
+    linear, monkeypatch, given, wait_s
+):
+    model, _ = linear()
+    protocol, waits_s = model._worker._protocol, []
+    done = protocol.done
+    monkeypatch.setattr(protocol, "done", lambda now, s: waits_s.append(s) or done(now, s))
+    model.consolidate(**given)
+    assert waits_s == [wait_s]
 
 
 def test_what_took_the_place_of_parameters_since_the_last_step_is_averaged(linear):

@@ -373,6 +373,11 @@ def test_a_checkpoint_holds_every_chunk_at_one_phase(wrap_sgd, monkeypatch):
     for kind, values in expected.items():
         held = [captured[f"{kind}/{name}"].double().flatten() for name in ("weight", "bias")]
         torch.testing.assert_close(torch.cat(held), torch.cat(values), rtol=0.0, atol=1e-6)
+    for chunk in chunks:
+        chunk._reset()
+    worker._flat.restore(captured)  # as of a worker that goes on
+    monkeypatch.setattr(worker, "_theta", lambda: 0.0)
+    torch.testing.assert_close(worker.capture(), captured, rtol=0.0, atol=0.0)
 
 
 def test_a_worker_of_16_bits_goes_on_with_what_its_parameters_have_no_bits_for(wrap):
