@@ -65,7 +65,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> RowName:
-        """Return the row."""
         return RowName.parse(self.row)
 
     def plan(self, rank: int) -> RowPlan:
@@ -261,7 +260,6 @@ def measure(options: argparse.Namespace, report: Report) -> dict[str, list[dict[
 
 
 def table(found: dict[str, list[dict[str, Any]]], alone: float) -> Table:
-    """One line a row."""
 
     def per_step(run: dict[str, Any]) -> float:
         return float(sum(run["exchanges"]) / sum(run["steps"]))

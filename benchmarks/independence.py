@@ -64,7 +64,6 @@ def begins_to_count_s(graph: str, num_workers: int, event: Event) -> float:
 
 
 def simulated(row: tuple[What, str, int, float | None, int]) -> Course:
-    """Run one row with one seed."""
     what, graph, num_workers, comm_rate, seed = row
     event = Event(what, num_workers - 1, BEGINS_S, LASTS_S.get(what, OTHERS_LAST_S))
     return watch(graph, num_workers, event, comm_rate=comm_rate, seed=seed, after_s=AFTER_S)

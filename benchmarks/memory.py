@@ -123,7 +123,6 @@ def pss(libc: Any) -> int:
 
 
 def measure(key: str) -> list[tuple[int, int]]:
-    """One run of all workers."""
     _, arm, variables = ARMS[key]
     with tempfile.TemporaryDirectory() as folder:
         Meeting.create(meeting := Path(folder) / "meeting", NUM_WORKERS)
@@ -148,7 +147,6 @@ def summary(key: str, runs: list[list[tuple[int, int]]], drift: float) -> dict[s
 
 
 def table(found: dict[str, dict[str, Any]]) -> Table:
-    """One row a way to train."""
     rows = [
         (
             ARMS[key][0],

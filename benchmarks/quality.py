@@ -321,7 +321,6 @@ def row_as_json(measured: Measured) -> dict[str, Any]:
 
 
 def table(rows: Mapping[str, dict[str, Any]], kind: str) -> Table:
-    """Return one line a row."""
     base = rows["ddp"]["loss"] if "ddp" in rows else None
     lines = []
     for name, row in rows.items():

@@ -70,7 +70,6 @@ class Row:
         return "all-reduce" if self.optimizer == "AdamW" else f"all-reduce, {self.optimizer}"
 
     def scenario(self, rate: float, seed: int, setting: Setting) -> Scenario:
-        """One run of it."""
         return Scenario(
             graph=self.graph,
             num_workers=setting.workers,
@@ -109,8 +108,6 @@ def byte_objective(disjoint: bool) -> ModuleObjective:
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings that all rows share."""
-
     data: str
     workers: int
     steps: int
@@ -261,14 +258,11 @@ ROWS: dict[str, Row] = {
 
 
 class Runs(Simulations):
-    """The runs that have ended."""
-
     def __init__(self, path: Path) -> None:
         names = ("row", "data", "workers", "steps", "learning_rate", "seed")
         super().__init__(path, names)
 
     def settings(self) -> list[Setting]:
-        """All for which there are runs."""
         names = [each.name for each in fields(Setting)]
         found = {tuple(run[name] for name in names) for run in self.known.values()}
         return [Setting(*each) for each in sorted(found)]
@@ -312,7 +306,6 @@ def measure(runs: Runs, name: str, setting: Setting, seeds: int) -> None:
 
 
 def as_row(name: str, found: list[dict[str, Any]], above: float) -> list[str]:
-    """One row of the table of results."""
     losses = [loss_of(run) for run in found]
     mean = statistics.mean(losses)
     return [
@@ -350,7 +343,6 @@ def result_of(runs: Runs, name: str, setting: Setting) -> list[dict[str, Any]]:
 
 
 def tables(runs: Runs, setting: Setting) -> list[Table]:
-    """Return the results of a setting, if there are any."""
     results = {name: found for name in ROWS if (found := result_of(runs, name, setting))}
     if not results:
         return []

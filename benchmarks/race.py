@@ -149,12 +149,10 @@ class Race:
         return {name: self.condition(name) for name in RACE_CONDITIONS if name in names}
 
     def condition(self, name: str) -> RaceCondition:
-        """Return a condition, stretched."""
         return RACE_CONDITIONS[name].stretched(self.stretch)
 
     @cached_property
     def names(self) -> list[str]:
-        """Return the rows to run."""
         return [RowName.parse(row.strip()).text for row in self.rows.split(",")]
 
     @cached_property
@@ -251,8 +249,6 @@ def hosts_for(condition: RaceCondition, settings: RaceSettings) -> Hosts | None:
 
 
 class Runs(Campaign[Run]):
-    """The runs of the race."""
-
     def __init__(
         self, path: Path | None, minutes: float | None, clock: Callable[[], float] = time.monotonic
     ) -> None:

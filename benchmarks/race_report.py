@@ -38,7 +38,6 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def samples(self) -> int:
-        """Return the samples in the final model."""
         return self.result.samples
 
     @property
@@ -156,7 +155,6 @@ def cells(
 
 
 def table(title: str, runs: Runs, calm: Runs) -> Table:
-    """Return the table of a condition."""
     head = ("row", "rate", *(column.name for column in COLUMNS), "runs")
     lines = [
         (

@@ -368,7 +368,6 @@ class JobWorker:
         self._job = job
 
     def send(self, number: int) -> None:
-        """Send it a signal."""
         self._job.running[self.rank].send(number)
 
 
@@ -426,7 +425,6 @@ def supervise_job(course: Course, variables: Mapping[str, str]) -> None:
 
 
 def free_port() -> int:
-    """Return a port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port

@@ -56,7 +56,6 @@ def gains(
 
 
 def is_gain(found: Sequence[float]) -> bool:
-    """Return whether the mean is above zero."""
     return bool(found) and statistics.fmean(found) > 0
 
 

@@ -195,7 +195,6 @@ class ShapedHosts(Hosts):
                 run("tc", "-n", place, "qdisc", "add", "dev", device, "root", *shape, *wait)
 
     def disconnect(self) -> None:
-        """See :class:`Hosts`."""
         subprocess.run(["ip", "netns", "del", self.switch], check=False, capture_output=True)
 
 
@@ -211,7 +210,6 @@ class EmulatedHosts(Hosts):
         self._emulator: subprocess.Popen[str] | None = None
 
     def connect(self) -> None:
-        """See :class:`Hosts`."""
         hosts = [f"{name}={ip}" for name, ip in zip(self.names, self.addresses, strict=True)]
         link = [self.interface, str(self.mbits_per_s), str(self.delay_ms)]
         self._emulator = subprocess.Popen(
@@ -225,6 +223,5 @@ class EmulatedHosts(Hosts):
             raise RuntimeError("the link emulator did not start; its error is above")
 
     def disconnect(self) -> None:
-        """See :class:`Hosts`."""
         if self._emulator is not None:
             self.account = f"the emulator {self._emulator.communicate(timeout=20)[0].strip()}"

@@ -85,7 +85,6 @@ class RunSettings:
 
     @property
     def gossip_options(self) -> dict[str, Any]:
-        """Return the options of GossipDataParallel."""
         pace = "free" if self.has_own_pace else "strict"
         return RowName.parse(self.row).gossip_options(self.graph, pace)
 
@@ -123,7 +122,6 @@ class RunResult(msgspec.Struct, frozen=True):
 
     @property
     def loss_or_inf(self) -> float:
-        """Return the loss; infinity where it diverged."""
         return math.inf if self.loss is None else self.loss
 
 
@@ -150,7 +148,6 @@ def make_task(settings: RunSettings, batch_size: int | None = None) -> Text:
 
 
 def num_parameters(size: Size) -> int:
-    """Count the parameters of the model."""
     settings = RunSettings("none", "common", 1.0, 0, size)
     return sum(parameter.numel() for parameter in make_task(settings).make_model().parameters())
 
@@ -193,8 +190,6 @@ def run(settings: RunSettings, hosts: Hosts | None = None) -> RunResult:
 
 @dataclass(frozen=True)
 class Trained:
-    """The results of a worker."""
-
     steps: int
     batch_size: int
     trained_s: float
