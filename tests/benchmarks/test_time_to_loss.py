@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import quality
 import torch
+from clocks import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 from quality import Runs
@@ -49,29 +50,24 @@ def test_workers_that_wait_for_one_another_meet_equally_often(row, speeds, sampl
 
 
 def test_gradients_are_those_of_the_plain_model_and_come_when_a_device_would_have_them(monkeypatch):
-    now_s = 100.0
-
-    def sleep(seconds: float) -> None:
-        nonlocal now_s
-        now_s += seconds
-
+    clock = Clock()
     task = make_task(SETTINGS)
     batch = next(iter(task.train_loader(0, 2, 0)))
     torch.manual_seed(0)
     plain = task.make_model()
     torch.manual_seed(0)
     timed = task.make_model()
-    compute = TimedCompute([*timed.blocks, timed], lambda: 0.9, lambda: now_s)
+    compute = TimedCompute([*timed.blocks, timed], lambda: 0.9, clock)
     there_s: dict[str, float] = {}
     for name, parameter in timed.named_parameters():
         parameter.register_post_accumulate_grad_hook(
-            lambda _, name=name: there_s.update({name: now_s - 100})
+            lambda _, name=name: there_s.update({name: clock.now_s})
         )
     task.loss(plain, batch).backward()
-    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", clock.sleep)
     compute.begin()
     loss = task.loss(timed, batch)
-    assert now_s - 100 == pytest.approx(0.3)
+    assert clock.now_s == pytest.approx(0.3)
     loss.backward()
     assert there_s["norm.weight"] == pytest.approx(0.5)
     assert there_s["blocks.1.project.weight"] == pytest.approx(0.7)
