@@ -29,7 +29,6 @@ from support.finished_runs import (
     loss_of,
     next_rate,
 )
-from support.quality_rows import make_optimizer
 from support.report import Report, Table, results_folder
 from torch import Tensor, nn
 
@@ -170,14 +169,6 @@ def _muon(rate: float, parameters: list[Tensor]) -> list[torch.optim.Optimizer]:
     return [muon, torch.optim.AdamW(others, lr=rate)]
 
 
-def _decayed(rate: float, decay: float, parameters: list[Tensor]) -> list[torch.optim.Optimizer]:
-    """AdamW with this weight decay, as the race has it: of all but norms and biases."""
-    optimizer = make_optimizer(parameters, decay)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    return [optimizer]
-
-
 def of_shapes(
     make: Callable[[list[Tensor]], list[torch.optim.Optimizer]], shapes: Sequence[torch.Size]
 ) -> MakeOptimizer:
@@ -200,8 +191,6 @@ def _of_model(make: Callable[[list[Tensor]], list[torch.optim.Optimizer]]) -> Ma
 OPTIMIZERS: dict[str, Callable[[float], MakeOptimizer]] = {
     "AdamW": lambda rate: partial(torch.optim.AdamW, lr=rate),
     "beta_2 0.95": lambda rate: partial(torch.optim.AdamW, lr=rate, betas=(0.9, 0.95)),
-    "decay 0.1": lambda rate: _of_model(partial(_decayed, rate, 0.1)),
-    "decay 0.025": lambda rate: _of_model(partial(_decayed, rate, 0.025)),
     "SGD": lambda rate: partial(torch.optim.SGD, lr=rate, momentum=0.9),
     "Muon": lambda rate: _of_model(partial(_muon, rate)),
     "Adafactor": lambda rate: _of_model(
@@ -226,9 +215,6 @@ ROWS: dict[str, Row] = {
     "gossipdp, 1 exchange a step": Row("a2cid2", 0.064, **_DEFAULTS),
     "gossipdp, 4 exchanges a step": Row("a2cid2", 0.064, every=0.25, **_DEFAULTS),
     f"gossipdp, 1 exchange a step{CODED}": Row("a2cid2", 0.064, is_coded=True, **_DEFAULTS),
-    f"gossipdp, 4 exchanges a step{CODED}": Row(
-        "a2cid2", 0.064, every=0.25, is_coded=True, **_DEFAULTS
-    ),
     "gossip, ring, v every 16th": Row("gossip", 0.064, "ring", options=_v(16)),
     "a2cid2, ring, v every 16th": Row("a2cid2", 0.064, "ring", options=_v(16)),
     "gossip, H = 8": Row("gossip", 0.032, every=8),
@@ -238,14 +224,6 @@ ROWS: dict[str, Row] = {
     "gossip, beta_2 0.95": Row("gossip", 0.064, optimizer="beta_2 0.95"),
     "gossip, beta_2 0.95, v every 5th": Row(
         "gossip", 0.064, optimizer="beta_2 0.95", options=_v(5)
-    ),
-    "all-reduce, decay 0.1": Row("allreduce", 0.032, optimizer="decay 0.1"),
-    "gossipdp, 4 exchanges a step, decay 0.1": Row(
-        "a2cid2", 0.064, every=0.25, optimizer="decay 0.1", **_DEFAULTS
-    ),
-    "all-reduce, decay 0.025": Row("allreduce", 0.032, optimizer="decay 0.025"),
-    "gossipdp, 4 exchanges a step, decay 0.025": Row(
-        "a2cid2", 0.064, every=0.25, optimizer="decay 0.025", **_DEFAULTS
     ),
     "all-reduce, SGD": Row("allreduce", 0.4, optimizer="SGD"),
     "gossip, SGD": Row("gossip", 0.4, optimizer="SGD"),
