@@ -182,28 +182,18 @@ is_bad, step_s = rank == 3 and counts.tell() == 0, 0.05
 print(begun, 0, os.getpid(), file=counts)
 if is_bad and event == "first step":
     time.sleep(float(lasts_s))
-asked_s = 0.0
 while True:
-    now = time.monotonic()
     optimizer.zero_grad()
     net(torch.randn(1, 500)).square().mean().backward()
-    if is_bad and now > begun + float(begins_s):
+    if is_bad and time.monotonic() > begun + float(begins_s):
         if event == "kill":
             os._exit(1)
-        if event == "poison":
-            net.weight.data.fill_(float("nan"))
         step_s = 0.8 if event == "slow 16" else 0.05
-    if event == "averaged" and rank == 0 and now > max(asked_s, begun + float(begins_s)):
-        model.averaged()
-        asked_s = now + 1.0
-    try:
-        optimizer.step()
-    except Exception:
-        time.sleep(1000.0)  # poisoned: it is there, and exchanges no more
+    optimizer.step()
     print(time.monotonic(), model.stats().exchanges, file=counts)
     time.sleep(step_s)
 """
-REAL_EVENTS = ("stop", "slow 16", "poison", "kill", "first step", "join", "averaged")
+REAL_EVENTS = ("stop", "slow 16", "kill", "first step", "join")
 
 
 def real(event: str, comm_rate: str) -> dict[str, Any]:
@@ -228,14 +218,14 @@ def real(event: str, comm_rate: str) -> dict[str, Any]:
         time.sleep(begins_s)
         began_s = time.monotonic()
         lives = [int((folder / f"{rank}").read_text().split()[2]) for rank in at_first]
-        if event in ("stop", "averaged"):
+        if event == "stop":
             os.kill(lives[-1], signal.SIGSTOP)
         if event == "join":
             of_first = psutil.Process(lives[0]).net_connections(kind="tcp")
             (port,) = {each.laddr.port for each in of_first if each.status == psutil.CONN_LISTEN}
             started.append(RunCommand(folder / "join", ["--join", f"127.0.0.1:{port}", *words]))
         time.sleep(lasts_s)
-        if event in ("stop", "averaged"):
+        if event == "stop":
             os.kill(lives[-1], signal.SIGCONT)
         time.sleep(AFTER_S)
         for each in started:
@@ -296,8 +286,7 @@ def measure_real(
             f"Exchanges of the other three, of those of three alone; {rounds} runs pooled. An "
             f"event lasts {EVENT_S:g} s, a first step {FIRST_STEP_S:g}; the killed one is started "
             "again. Its first half second does not count, nor the second after it (for the "
-            "worker's own exchanges, two). `averaged`: another calls `averaged()` once a second "
-            "while one is stopped.",
+            "worker's own exchanges, two).",
         )
     )
     return [run for runs in found.values() for run in runs]
