@@ -332,7 +332,7 @@ def main() -> None:
     if options.quick:
         options.seconds, options.rounds = 20.0, 1
     report = Report(NAME, "Adapters beside a frozen base, at home", quick=options.quick)
-    if (why_not := missing("tc")) is not None:
+    if (why_not := missing()) is not None:
         report.missing.append(Missing("all rows", why_not))
         report.write({})
         return

@@ -228,7 +228,7 @@ def cannot_run(row: str, condition: RaceCondition) -> str | None:
     name = RowName.parse(row)
     if (why := name.missing()) is not None:
         return why
-    if condition.network is not None and (why := missing("tc")) is not None:
+    if condition.network is not None and (why := missing()) is not None:
         return why
     if name.kind == "decent_dp" and condition.kills:
         return "Decent-DP has no answer to a death: it takes over the optimizers, and saves none"

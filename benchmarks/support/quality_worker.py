@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 import torch
 from support.conditions import Condition
-from support.hosts import Hosts, bytes_sent, enter, tcp_bytes_sent
+from support.hosts import Hosts, bytes_by_connection, bytes_sent, enter
 from support.meeting import Meeting
 from support.quality_rows import KINDS, WEIGHT_DECAY, RowName, make_optimizer
 from support.rows import Row, RowPlan
@@ -207,13 +207,17 @@ def train(
     """
     torch.set_num_threads(settings.processor.threads)
     rank = int(os.environ["RANK"])
-    count = tcp_bytes_sent
     if network is not None:
         namespaces, variables = network
         enter(namespaces[rank])
         os.environ.update(variables)
         del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # the launcher's cannot be reached
-        count = partial(bytes_sent, variables["GLOO_SOCKET_IFNAME"])
+
+    def count() -> int:
+        if network is None:
+            return sum(bytes_by_connection().values())
+        return bytes_sent(network[1]["GLOO_SOCKET_IFNAME"])
+
     name = RowName.parse(settings.row)
     size, condition = settings.size, settings.condition
     speeds = [1.0] * settings.workers if condition is None else condition.speeds(settings.workers)

@@ -133,7 +133,7 @@ def test_a_timed_run_trains_the_budget_on_workers_of_unequal_speed(row):
 
 @pytest.mark.processes
 def test_a_run_in_namespaces_sends_over_their_links():
-    if (reason := missing("tc")) is not None:
+    if (reason := missing()) is not None:
         pytest.skip(reason)
     condition = Condition("a link", step_s=0.001, mbits_per_s=1_000_000)
     settings = replace(SETTINGS, row="local_sgd@2", condition=condition)
