@@ -107,7 +107,6 @@ class ClockedDevice(QueuedDevice):
 
     @property
     def host(self) -> str:
-        """Return the calling thread as an actor."""
         return f"{self.stream}'s thread" if self._is_strict else "the host"
 
     @contextlib.contextmanager
