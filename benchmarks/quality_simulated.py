@@ -21,26 +21,12 @@ import torch
 from scipy.stats import t
 from support.byte_task import BYTES, bits_a_byte, make_model, texts
 from support.coded_rows import coded_exchanges
-from support.finished_runs import (
-    NoBestRateError,
-    Simulations,
-    best_rate,
-    finite,
-    loss_of,
-    next_rate,
-)
+from support.finished_runs import NoBestRateError, Simulations, best_rate, loss_of, next_rate
 from support.report import Report, Table, results_folder
 from torch import Tensor, nn
 
 from gossipdp.rules import DEFAULT_GRAPH
-from gossipdp_lab.simulate import (
-    Evaluation,
-    Link,
-    LinkModel,
-    ModuleObjective,
-    Scenario,
-    Trace,
-)
+from gossipdp_lab.simulate import Evaluation, Link, LinkModel, ModuleObjective, Scenario, Trace
 from gossipdp_lab.simulate.scenario import MakeOptimizer
 from gossipdp_lab.simulate.study import ROUNDS
 from gossipdp_lab.simulate.synchronous import Rounds
@@ -252,7 +238,6 @@ class Runs(Simulations):
         def outcome(trace: Trace) -> dict[str, Any]:
             last = trace.records[-1]
             return {
-                "losses": finite([each.loss for each in trace.records]),
                 "gradient_steps": last.gradient_steps,
                 "consensus_distance": last.consensus_distance,
                 "models_per_step": trace.models_per_step,

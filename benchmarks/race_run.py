@@ -28,12 +28,7 @@ from support.conditions import SHARES
 from support.hosts import Hosts, enter
 from support.quality_rows import KINDS
 from support.race_fleet import Fleet
-from support.race_settings import (
-    RaceSettings,
-    Values,
-    newest_checkpoint,
-    restarts_whole,
-)
+from support.race_settings import RaceSettings, Values, newest_checkpoint, restarts_whole
 from support.rows import Gossip
 
 from gossipdp import WorkerFailedError
