@@ -268,20 +268,6 @@ def measure(runs: Runs, name: str, setting: Setting, seeds: int) -> None:
         runs.find_row(name, setting, best, seed)
 
 
-def as_row(name: str, found: list[dict[str, Any]], above: float) -> list[str]:
-    losses = [loss_of(run) for run in found]
-    mean = statistics.mean(losses)
-    return [
-        name,
-        f"{mean:.3f}",
-        f"{100 * above:+.1f}%" if math.isfinite(above) else "",
-        f"{statistics.stdev(losses):.3f}" if len(losses) > 1 else "",
-        str(len(losses)),
-        f"{found[0]['learning_rate']:g}",
-        f"{found[0]['models_per_step']:.3f}",
-    ]
-
-
 def paired_difference(ours: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
     """Return how far runs end above others of their seed and rate, in percent: mean ± 95%."""
     theirs = {(run["seed"], run["learning_rate"]): loss_of(run) for run in others}
@@ -311,12 +297,22 @@ def tables(runs: Runs, setting: Setting) -> list[Table]:
         return []
     rows = []
     for name, found in results.items():
-        reference = results.get(ROWS[name].reference, [])
+        losses = [loss_of(run) for run in found]
         # Over the seeds that both have: these share their data and their first parameters.
-        theirs = [loss_of(run) for run in reference[: len(found)]]
-        ours = [loss_of(run) for run in found[: len(theirs)]]
+        theirs = [loss_of(run) for run in results.get(ROWS[name].reference, [])[: len(found)]]
+        ours = losses[: len(theirs)]
         above = statistics.mean(ours) / statistics.mean(theirs) - 1 if theirs else math.nan
-        rows.append(as_row(name, found, above))
+        rows.append(
+            [
+                name,
+                f"{statistics.mean(losses):.3f}",
+                f"{100 * above:+.1f}%" if math.isfinite(above) else "",
+                f"{statistics.stdev(losses):.3f}" if len(losses) > 1 else "",
+                str(len(losses)),
+                f"{found[0]['learning_rate']:g}",
+                f"{found[0]['models_per_step']:.3f}",
+            ]
+        )
     paired = [
         f" {name} over float32, both at {found[0]['learning_rate']:g}: "
         f"{paired_difference(found, runs.of(**asdict(setting), row=name.removesuffix(CODED)))}."
