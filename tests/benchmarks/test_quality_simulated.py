@@ -101,16 +101,13 @@ def shown_in_the_notes() -> dict[Setting, list[tuple[str, ...]]]:
     return shown
 
 
-def measured(runs: Runs, setting: Setting) -> list[tuple[str, ...]]:
-    return sorted(
-        (name, f"{mean} ± {spread}" if spread else mean, above, *rest)
-        for name, mean, above, spread, *rest in tables(runs, setting)[0].rows
-    )
-
-
 def test_the_notes_show_the_measured_figures():
     runs = Runs(ROOT / "benchmarks/results/quality_simulated.jsonl")
     notes = shown_in_the_notes()
     assert sorted(notes, key=str) == sorted(runs.settings(), key=str)
     for setting, lines in notes.items():
-        assert sorted(lines) == measured(runs, setting)
+        measured = [
+            (name, f"{mean} ± {spread}" if spread else mean, above, *rest)
+            for name, mean, above, spread, *rest in tables(runs, setting)[0].rows
+        ]
+        assert sorted(lines) == sorted(measured)

@@ -28,19 +28,15 @@ def result(loss: float | None, end_s: float = 20.0, average_s: float = 0.0) -> R
     return RunResult(loss=loss, bytes_per_parameter_step=6.0, samples=1_000, comm_rate=1.0, **times)
 
 
-def plans(row: str, speeds: list[float], samples: int) -> list[RowPlan]:
-    name = RowName.parse(row)
-    how = name.batch_sizes(8, speeds), name.periods(speeds), make_optimizer
-    return [RowPlan(rank, samples, 0, *how) for rank in range(len(speeds))]
-
-
 @given(
     st.sampled_from(["ddp", "diloco@16", "ddp_bf16_by_speed", "local_sgd_by_speed@16"]),
     st.lists(st.sampled_from([1.0, 0.5, 0.3, 0.25, 0.125]), min_size=2, max_size=6),
     st.integers(1, 10_000),
 )
 def test_workers_that_wait_for_one_another_meet_equally_often(row, speeds, samples):
-    workers = plans(row, speeds, samples)
+    name = RowName.parse(row)
+    how = name.batch_sizes(8, speeds), name.periods(speeds), make_optimizer
+    workers = [RowPlan(rank, samples, 0, *how) for rank in range(len(speeds))]
     assert len({one.own_steps // one.period for one in workers}) == 1
     assert sum(one.share for one in workers) == pytest.approx(1.0)
     trained = [one.own_steps * one.batch_size for one in workers]

@@ -369,7 +369,9 @@ class _Watched(TorchDispatchMode):
             if kwargs.get("device") != torch.device("cpu"):
                 device.adopt(outcome)
             return outcome
-        for argument, given in _given(func, args, kwargs):
+        arguments = func._schema.arguments
+        named = [(each, kwargs[each.name]) for each in arguments if each.name in kwargs]
+        for argument, given in [*zip(arguments, args, strict=False), *named]:
             is_write = argument.alias_info is not None and argument.alias_info.is_write
             for each in tree_leaves(given):
                 if isinstance(each, Tensor) and device._storage(each) is not None:
@@ -387,10 +389,3 @@ class _Watched(TorchDispatchMode):
                     device.adopt(each)
                     device.access(stream, each, str(func), is_write=True)
         return outcome
-
-
-def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """Pair the arguments of an operation that were given with what its schema says of them."""
-    arguments = func._schema.arguments
-    named = ((each, kwargs[each.name]) for each in arguments if each.name in kwargs)
-    return [*zip(arguments, args, strict=False), *named]
