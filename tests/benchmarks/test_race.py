@@ -70,6 +70,7 @@ def nothing_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "race_choices.json").write_text('{"timed": {}, "long": {}, "without waits": {}}')
     monkeypatch.setattr(race_script, "CHOICES", tmp_path / "race_choices.json")
     monkeypatch.setattr(race_script, "results_folder", lambda quick: tmp_path)
+    monkeypatch.setattr(race_script.Provenance, "here", lambda seconds: PROVENANCE)  # asks no git
 
 
 def test_long_runs_have_settings_of_their_own_or_those_of_the_series():
@@ -118,13 +119,6 @@ class FakeRace:
         return result(kept, loss=3.0 + abs(math.log(settings.learning_rate / 0.04)))
 
 
-@pytest.fixture
-def provenance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask no git for every run."""
-    monkeypatch.setattr(race_script.Provenance, "here", lambda seconds: PROVENANCE)
-
-
-@pytest.mark.usefixtures("provenance")
 def test_finished_runs_are_kept_and_the_order_rotates(tmp_path, monkeypatch):
     benchmark = Race(conditions="calm,moving", rows="gossipdp,ddp,local_sgd@16", rounds=2)
     path, fake = tmp_path / "runs.jsonl", FakeRace()
@@ -151,7 +145,6 @@ def test_finished_runs_are_kept_and_the_order_rotates(tmp_path, monkeypatch):
     assert len(fake.asked) == len(order)
 
 
-@pytest.mark.usefixtures("provenance")
 def test_tuning_widens_the_grid_until_the_best_rate_is_within_and_keeps_it(capsys, monkeypatch):
     fake = FakeRace()
     monkeypatch.setattr(race_script, "race", fake)
