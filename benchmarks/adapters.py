@@ -260,7 +260,6 @@ def measure(options: argparse.Namespace, report: Report) -> dict[str, list[dict[
 
 
 def table(found: dict[str, list[dict[str, Any]]], alone: float) -> Table:
-
     def per_step(run: dict[str, Any]) -> float:
         return float(sum(run["exchanges"]) / sum(run["steps"]))
 
