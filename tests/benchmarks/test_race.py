@@ -16,7 +16,7 @@ import race as race_script
 import race_worker
 import torch
 from race import Race, Runs, measure_rows, missing_rows, tune
-from race_report import Run, conclusion, draw, share_of_calm, table
+from race_report import Run, conclusion, draw, table
 from race_run import RESTART_DELAY_S, Fault, Job, Point, RaceResult, final_model, present_model
 from race_worker import Life, data_seed, make_save
 from support.byte_task import BATCH_SIZE, num_parameters
@@ -37,19 +37,18 @@ SETTINGS = RaceSettings(
 PROVENANCE = Provenance("command", "0", "abc", "hardware", 1.0)
 
 
-def result(samples: int = 100_000, loss: float | None = 2.7, num_kills: int = 0) -> RaceResult:
+def result(samples: int = 100_000, loss: float | None = 2.7) -> RaceResult:
     return RaceResult(
         samples=samples,
         loss=loss,
         curve=[Point(20.0, 4.0), Point(45.0, None), Point(70.0, loss)],
-        faults=[Fault("kill", 0, 10.0 * n, 14.0 + 10 * n) for n in range(1, num_kills + 1)]
-        + [Fault("kill", 1, 65.0, None, "it does not run")],
+        faults=[Fault("kill", 1, 65.0, None, "it does not run")],
         sent_bytes=10**9,
         ended_s=70.1,
         start_s=5.0,
-        restarts_s=[4.0] * num_kills,
+        restarts_s=[],
         imported_s=3.0,
-        num_lives=4 + num_kills,
+        num_lives=4,
     )
 
 
@@ -368,13 +367,6 @@ def test_a_shelf_gets_only_models_that_are_whole(tmp_path, monkeypatch):
     found = shelf.look()
     assert found is not None
     assert found[0]["at_s"] == 105.1
-
-
-def test_shares_are_of_the_rows_own_calm():
-    calm = [run_of("ddp", samples=65_000), run_of("ddp", samples=130_000)]
-    killed = run_of("ddp", "kills10", samples=48_750, num_kills=5)
-    assert share_of_calm(killed, calm) == pytest.approx(0.5)
-    assert math.isnan(share_of_calm(killed, []))
 
 
 def test_ratios_are_those_of_a_round_and_the_picture_says_who_wins(tmp_path):
