@@ -28,6 +28,7 @@ from support.report import Missing, Report, Spread, Table, interleaved
 from torch import Tensor, nn
 
 from gossipdp import Counting, GossipDataParallel, launch
+from gossipdp.dynamics import update
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.gossip.codec import tensor_bytes
@@ -36,7 +37,7 @@ from gossipdp_lab.tasks.resnet import cifar_resnet18
 
 ROOT = Path(__file__).parents[1]
 TESTS = ("tests/unit/dynamics/test_device.py", "tests/integration/test_device.py")
-ALL_S = 600.0
+ALL_S, PATIENCE_S = 600.0, 5.0
 ALPHA_TILDE = 1.3
 Result = dict[str, Any]
 
@@ -105,12 +106,19 @@ def measure_speed(settings: Settings) -> Result:
                     chunk.snapshot(now, mine)
                     chunk.exchange(now, mine, theirs, ALPHA_TILDE)
 
+        def arithmetic(segment: Segment = segment) -> None:
+            assert segment.c is not None
+            for chunk, there in segment.split(target):
+                x, pending, c = chunk.x, chunk.pending, chunk.c
+                update.snapshot(there, x, pending, c, 0.01)
+                update.exchange(pending, c, there, x, 0.01, 0.9, ALPHA_TILDE)
+
         def boundary(state: State = state) -> None:
             for chunk in state.chunks:
                 chunk.has_pending = True
             state.boundary(0.0)
 
-        times = [settings.median_ms(exchange), settings.median_ms(boundary)]
+        times = [settings.median_ms(run) for run in (exchange, arithmetic, boundary)]
         times.append(_device_ms(boundary) if settings.device != "cpu" else times[-1])
         found["rows"].append((chunk_bytes >> 20, len(state.chunks), *times))
     return found
@@ -132,15 +140,18 @@ def _device_ms(run: Callable[[], object], num_runs: int = 5) -> float:
 
 
 def show_speed(found: Result) -> Table:
-    # A copy moves 8 bytes a value; a boundary reads and writes x and the inbox: 16.
+    # A copy moves 8 bytes a value. A boundary reads and writes x and the inbox: 16. The arithmetic
+    # of an exchange reads x, pending and c, and writes the snapshot (16); then it reads both
+    # snapshots, pending and c, and writes pending and c (24).
     copy_ms = found["copy_ms"]
     rows = [
         (f"{size} MiB", str(number), f"{exchange:.2f}",
+         f"{arithmetic:.2f}", f"{copy_ms * 40 / 8 / arithmetic:.0%}",
          f"{boundary:.2f}", f"{device:.2f}", f"{copy_ms * 16 / 8 / device:.0%}")
-        for size, number, exchange, boundary, device in found["rows"]
+        for size, number, exchange, arithmetic, boundary, device in found["rows"]
     ]  # fmt: skip
-    head = ("chunks of", "chunks", "exchange (ms)", "boundary (ms)", "of that the device",
-            "of the copy's speed")  # fmt: skip
+    head = ("chunks of", "chunks", "exchange (ms)", "its arithmetic (ms)", "of the copy's speed",
+            "boundary (ms)", "of that the device", "of the copy's speed")  # fmt: skip
     note = (
         f"One copy on the device, which reads and writes each value once: {copy_ms:.2f} ms. An "
         "exchange also moves two snapshots between the device and the host. Shares are of the "
@@ -229,6 +240,7 @@ def train(case: Case, settings: Settings, meeting_path: Path) -> Result:
         "steps_per_s": steps_per_s,
         "losses": [float(losses[0]), float(losses[-1])],
         "comm_rate": stats.achieved_comm_rate,
+        "kernels": stats.kernels,
     }
 
 
@@ -244,6 +256,7 @@ def measure_training(settings: Settings) -> Result:
             "steps_per_s": sum(each["steps_per_s"] for each in found),
             "comm_rate": sum(each["comm_rate"] for each in found) / case.num_workers,
             "losses": found[0]["losses"],
+            "kernels": found[0]["kernels"],
         }
 
     cases = [
@@ -275,10 +288,11 @@ def show_training(found: Result) -> Table:
             f"{each['runs'][-1]['comm_rate']:.2f}",
             f"{each['runs'][-1]['losses'][0]:.3f}",
             f"{each['runs'][-1]['losses'][1]:.3f}",
+            each["runs"][-1]["kernels"],
         )
         for each in found["rows"]
     ]
-    head = ("", "steps/s, all workers", "comm rate", "first loss", "last loss")
+    head = ("", "steps/s, all workers", "comm rate", "first loss", "last loss", "kernels")
     return Table("bfloat16 autocast, AdamW, one batch again and again", head, rows)
 
 
