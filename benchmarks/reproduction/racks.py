@@ -5,21 +5,26 @@ Here a sparse graph is no choice: switches and firewalls set it. The data of a r
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
 import msgspec
 import numpy as np
-from reproduction import parts, training
+import torch
+from reproduction import parts
 from reproduction.parts import COLOURS, Estimate
 
 from gossipdp.graph import Graph
+from gossipdp_lab.simulate import LognormalTime, Scenario, digits_objective, simulate
+from gossipdp_lab.tasks.workload import learning_rate_factor
 
 KINDS = {
     ("gossip", 1.0): "gossip, 1 exchange a step",
     ("gossip", 2.0): "gossip, 2 exchanges a step",
     ("a2cid2", 1.0): "A2CiD2, 1 exchange a step",
 }
+NUM_RECORDS = 40
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -41,8 +46,8 @@ class Result(msgspec.Struct, frozen=True):
 
     def late(self, kind: tuple[str, float]) -> Estimate:
         """Return the consensus distance over the second half."""
-        halves = [run.distances[len(run.distances) // 2 :] for run in self.of(kind)]
-        return Estimate.of([float(np.mean(half)) for half in halves])
+        late = [float(np.mean(run.distances[NUM_RECORDS // 2 :])) for run in self.of(kind)]
+        return Estimate.of(late)
 
 
 def racks(number: int, size: int) -> Graph:
@@ -69,13 +74,22 @@ def measure(quick: bool) -> Result:
 
 
 def measure_run(number: int, size: int, steps: float, kind: tuple[str, float], seed: int) -> Run:
-    """Train as the section of the rings does."""
-    n = number * size
-    values = "dirichlet", racks(number, size), n, *kind, seed
-    cell = dict(zip(training.CELL, values, strict=True))
-    settings = training.Settings(total_steps=steps * n, largest=n)
-    found = training.measure_run(settings, **cell)
-    return Run(*kind, seed, found.loss, found.distances)
+    method, rate = kind
+    scenario = Scenario(
+        graph=racks(number, size),
+        num_workers=number * size,
+        objective=digits_objective(batch_size=32, dirichlet_alpha=0.1),
+        optimizer=partial(torch.optim.SGD, momentum=0.9, lr=0.2, weight_decay=5e-4),
+        comm_rate=rate,
+        compute_time=LognormalTime(1.0, 0.1),
+        num_steps=steps,
+        num_records=NUM_RECORDS,
+        schedule=learning_rate_factor,
+        seed=seed,
+    )
+    trace = simulate(scenario, method)
+    distances = [float(f"{each:.5g}") for each in trace.column("consensus_distance")]
+    return Run(method, rate, seed, trace.records[-1].loss, distances)
 
 
 def draw(result: Result, path: Path) -> None:
