@@ -3,6 +3,7 @@
     make mutants RANDOM=400 SEED=7                               N faults of all packages
     make mutants RANDOM=30 SEED=7 ARGS="--packages dynamics"     of some packages
     make mutants RANDOM=30 SEED=7 ARGS="--only 4 --only 17"      the 4th and the 17th of them
+    make mutants RANDOM=400 SEED=7 ARGS="--second"               who else kills them?
     make mutants-coverage                                        the record, and no more
 
 The faults are drawn by :mod:`drawn_faults`. For each, the tests that reach its lines run in a
@@ -14,6 +15,10 @@ record lacks them.
 
 ``equivalent.toml`` has the faults that were judged to change nothing that anybody could notice.
 They are drawn, but neither run nor counted.
+
+With ``--second`` each fault that was killed runs again, without the file of the test that killed
+it. At the end stands, for each file of tests, how many faults die by it alone. A file with none,
+over many faults, tests what others test too.
 
 Of the tools that exist (mutmut, irradiate, cosmic-ray, poodle, pytest-gremlins, mutatest) some
 leave out code that is decorated or outside functions, and some run all tests for each fault. None
@@ -28,9 +33,10 @@ import sys
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import reached_lines
@@ -77,17 +83,17 @@ class Outcome:
         return f"{self.fault.file}:{self.fault.lines[0]}"
 
 
-def load_equivalents() -> list[Equivalent]:
+def load_equivalents(path: Path = EQUIVALENT) -> list[Equivalent]:
     return [
         Equivalent(file, why, **entry)
-        for file, entries in tomllib.loads(EQUIVALENT.read_text()).items()
+        for file, entries in tomllib.loads(path.read_text()).items()
         for why, entry in entries.items()
     ]
 
 
-def read_texts(packages: Sequence[str] = ()) -> dict[str, str]:
+def read_texts(packages: Sequence[str] = (), root: Path = ROOT) -> dict[str, str]:
     """Return the files of the library to draw from, with their text."""
-    source = ROOT / SOURCE
+    source = root / SOURCE
     return {
         path.relative_to(source).as_posix(): path.read_text()
         for path in sorted((source / "gossipdp").rglob("*.py"))
@@ -105,6 +111,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
     parser.add_argument("--seconds", type=float, default=30.0, help="of tests for a fault, at most")
     parser.add_argument("--list", action="store_true", help="show the faults, and no more")
+    parser.add_argument("--second", action="store_true", help="leave out the file that killed it")
     arguments = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if arguments.seed is None else arguments.seed
     texts = read_texts(list(filter(None, arguments.packages.split(","))))
@@ -121,12 +128,21 @@ def main() -> int:
     record = reached_lines.record(files, arguments.jobs)
     if not faults:
         return 0
+    path = RESULTS / f"random-{arguments.number}-{seed}.json"
+    killers: dict[int, str] = {}
+    if arguments.second:
+        if not path.exists():
+            parser.error(f"--second needs {path.relative_to(ROOT)}: run the same without it first")
+        killers = read_killers(path)
+        faults = {number: fault for number, fault in faults.items() if number in killers}
+        path = path.with_suffix(".second.json")
     began = time.monotonic()
     print(f"{len(faults)} faults by seed {seed}", flush=True)
     outcomes: list[Outcome] = []
     with ThreadPoolExecutor(arguments.jobs) as pool:
+        run_one = partial(run, record=record, seconds=arguments.seconds)
         jobs = [
-            pool.submit(run, number, fault, texts[fault.file], record, seconds=arguments.seconds)
+            pool.submit(run_one, number, fault, texts[fault.file], without=killers.get(number, ""))
             for number, fault in faults.items()
         ]
         for job in jobs:
@@ -136,18 +152,36 @@ def main() -> int:
                 f"{outcome.seconds:5.1f} s  {outcome.place} {outcome.fault.kind}  {outcome.by}",
                 flush=True,
             )
-    _write(outcomes, RESULTS / f"random-{arguments.number}-{seed}.json", seed)
+    _write(outcomes, path, seed)
     show(outcomes, time.monotonic() - began)
+    if arguments.second:
+        show_killers(outcomes, killers)
     return 0
 
 
-def run(number: int, fault: Fault, text: str, record: Record, *, seconds: float) -> Outcome:
-    """Run the tests that reach a fault in a file with this text."""
+def read_killers(path: Path) -> dict[int, str]:
+    """Return the file of the test that killed each fault, of an earlier run."""
+    rows = json.loads(path.read_text())["faults"]
+    return {row["number"]: row["by"].partition("::")[0] for row in rows if "::" in row["by"]}
+
+
+def show_killers(outcomes: Sequence[Outcome], killers: Mapping[int, str]) -> None:
+    """Print how many faults each file of tests killed, and how many of them no other kills."""
+    alone = Counter(killers[each.number] for each in outcomes if each.verdict.startswith(SURVIVED))
+    print("\nkilled  by it alone")
+    for file, number in Counter(killers[each.number] for each in outcomes).most_common():
+        print(f"{number:6}  {alone[file]:11}  {file}")
+
+
+def run(
+    number: int, fault: Fault, text: str, record: Record, *, seconds: float, without: str = ""
+) -> Outcome:
+    """Run the tests that reach a fault in a file with this text. without: a file of tests."""
     began = time.monotonic()
     diff = fault.diff(text)
     if any(each.is_of(fault, text) for each in load_equivalents()):
         return Outcome(number, fault, diff, EXEMPT)
-    reaching = record.tests_for(fault)
+    reaching = [test for test in record.tests_for(fault) if test.file != without]
     if not reaching:
         return Outcome(number, fault, diff, UNREACHED)
     chosen = within(reaching, seconds)
