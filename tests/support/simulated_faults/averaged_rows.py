@@ -16,20 +16,10 @@ from gossipdp.dynamics.state import Segment, State
 from gossipdp.gossip.sums import Outcome
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp_lab.simulate.population import Population
+from simulated_faults.rows import put
 
 Frame: TypeAlias = tuple[FrameType, ChunkKey, bytes]
 """A chunk on its way."""
-
-
-def put(population: Population, rank: int, row: Tensor) -> None:
-    """Give one worker another row, and no momentum; its change is no drift."""
-    trained = population.num_trained
-    population.expected_sum -= population.x[rank, :trained].double()
-    if population.c is not None:
-        population.expected_sum -= 0.5 * population.c[rank].double()
-        population.c[rank].zero_()
-    population.x[rank].copy_(row)
-    population.expected_sum += row[:trained].double()
 
 
 @dataclass(frozen=True)

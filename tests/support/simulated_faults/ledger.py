@@ -12,9 +12,8 @@ from gossipdp.dynamics.phase import Phase
 from gossipdp.protocol.actions import Begin, Rebuilt
 from gossipdp.protocol.messages import ExchangeId
 from gossipdp_lab.simulate.links import CarriedRows
-from gossipdp_lab.simulate.network import Payload
 from gossipdp_lab.simulate.population import Training
-from simulated_faults.averaged_rows import put
+from simulated_faults.rows import FaultyPayload, put
 
 Row = NDArray[np.float64]
 
@@ -32,16 +31,6 @@ class InvariantBroken(AssertionError):
     def __init__(self, invariant: str, details: str) -> None:
         super().__init__(f"{invariant}: {details}")
         self.invariant = invariant
-
-
-class FaultyPayload(Payload):
-    """Nothing, as of any network, and nothing changes by what faults bring."""
-
-    def rebuilt(self, rank: int, graph: Rebuilt, now_s: float) -> None:
-        """``rank`` follows a new graph, with another speed of its phase."""
-
-    def took_over(self, rank: int, peer: int, now_s: float) -> None:
-        """``rank``, in no exchange, holds x + c/2 of ``peer`` now, with c = 0."""
 
 
 @dataclass(slots=True)

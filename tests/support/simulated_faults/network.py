@@ -16,7 +16,7 @@ from gossipdp.protocol.worker import Action, WorkerProtocol
 from gossipdp_lab.simulate.network import Conditions, Exchange, VirtualNetwork, Wire
 from simulated_faults.averaged_rows import AveragedRows, Frame, Links, SimulatedLink, no_parameters
 from simulated_faults.invariants import ProtocolChecks
-from simulated_faults.ledger import FaultyPayload
+from simulated_faults.rows import FaultyPayload
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 10.0
 RECONNECT_S = 0.2
