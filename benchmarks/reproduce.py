@@ -119,7 +119,6 @@ def reproduce(names: Sequence[str], directory: Path, quick: bool = False) -> Pat
 
 
 def read_stored(directory: Path, name: str) -> Stored | None:
-    """Return the stored result of a section; None where there is none."""
     path = _path(directory, name, "json")
     return msgspec.json.decode(path.read_bytes(), type=Stored) if path.exists() else None
 

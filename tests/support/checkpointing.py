@@ -18,7 +18,6 @@ ONES = torch.ones(1, 3)
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    """Return an SGD of the trainable parameters of a module."""
     return torch.optim.SGD([each for each in module.parameters() if each.requires_grad], 0.1)
 
 
