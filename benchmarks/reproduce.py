@@ -48,8 +48,8 @@ IMAGES = Path(__file__).parent / "results" / "paper_images.jsonl"
 ELSEWHERE = [
     (
         "no locks: no worker waits for another",
-        "**holds** with real processes, at step boundaries; [what the others do while one "
-        "worker stands still](faults.md)",
+        "**holds** with real processes, at step boundaries: "
+        "[faults](faults.md#what-the-others-do-meanwhile)",
     ),
     (
         "up to 64 workers",
@@ -57,8 +57,7 @@ ELSEWHERE = [
     ),
     (
         "ResNet-18 on CIFAR-10, ResNet-50 on ImageNet, 64 A100s, 300 and 90 epochs",
-        "**not tried**: the [recipes](recipes.md) are there; no figure of the paper's own tables "
-        "is repeated here",
+        "**not tried**; the [recipes](recipes.md) are there",
     ),
 ]
 
@@ -139,7 +138,7 @@ def _blocks(directory: Path) -> list[str]:
         for name, title in PICTURES.items()
         for block in (
             f"## {title}",
-            f"![{title}](figures/reproduction-{name}.png)",
+            f"![{name}](figures/reproduction-{name}.png)",
             *captions[name],
         )
     ]
