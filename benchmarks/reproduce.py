@@ -165,10 +165,9 @@ def _section(
     blocks: list[str] = section.caption(result)
     if stored.quick:
         blocks.insert(0, "> **Quick run.** Tiny settings: these numbers show nothing.")
-    by = stored.provenance
     blocks.append(
-        f"<sub>{by.code[0].upper()}{by.code[1:]}, {by.seconds:.0f} s. Data, settings and hardware: "
-        f"[JSON](figures/reproduction-{name}.json).</sub>"
+        f"<sub>[Data, settings and hardware](figures/reproduction-{name}.json), "
+        f"{stored.provenance.code}.</sub>"
     )
     return blocks
 
