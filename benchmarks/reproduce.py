@@ -146,8 +146,8 @@ def _blocks(directory: Path) -> list[str]:
         "# The paper's results, reproduced",
         "The paper is [A2CiD2](https://arxiv.org/abs/2306.08289) (Nabli, Belilovsky, Oyallon, "
         "NeurIPS 2023). Workers are simulated where no processes are named; no GPU and none of "
-        "the paper's data was used. [How it works](concepts.md) explains the words. ± is the "
-        "standard deviation over seeds. `benchmarks/reproduce.py` writes this page.",
+        "the paper's data was used. ± is the standard deviation over seeds. "
+        "`benchmarks/reproduce.py` writes this page.",
         table(("what the paper claims", "here"), claims + ELSEWHERE, num_left=2),
         *pictures,
     ]
