@@ -181,11 +181,11 @@ def caption(runs: Runs) -> list[str]:
         table(head, rows),
         "A ResNet-8 by the paper's settings, but 24 epochs, not 300, and batches of 32, with 64 "
         "workers of 8. All rows have one learning rate: 0.1 for each 128 samples of a step of all "
-        "workers. The mean of the workers is judged, with BatchNorm's statistics computed anew in "
-        f"every row. The clock: {PAPER.epochs} epochs of CIFAR-10, steps of {1000 * STEP_S:g} ms, "
-        "a straggler half as fast; AR-SGD sends after its gradients, which DDP does in part "
-        "meanwhile. The last two columns differ only in the processes, which share two cores. "
-        "After 6 epochs (one seed) the best factor of this rate, of "
-        f"{', '.join(f'{each:g}' for each in RATES)}: {best_rates(runs)}. "
-        "`benchmarks/results/paper_images.md` has every row.",
+        "workers. The best factor of it after 6 epochs (one seed), of "
+        f"{', '.join(f'{each:g}' for each in RATES)}: {best_rates(runs)}. The mean of the workers "
+        "is judged, with BatchNorm's statistics computed anew. The clock: "
+        f"{PAPER.epochs} epochs of CIFAR-10, steps of {1000 * STEP_S:g} ms, a straggler half as "
+        "fast; AR-SGD sends after its gradients, which DDP does in part meanwhile. The last two "
+        "columns differ only in the processes, which share two cores. All rows: "
+        "`benchmarks/results/paper_images.md`.",
     ]

@@ -247,6 +247,6 @@ def caption(result: Result) -> list[str]:
         f"Handwritten digits, a perceptron, {settings.total_steps:,.0f} steps of all workers "
         "together; a learning rate in proportion to the workers, untuned. Uneven classes: shares "
         f"drawn from Dirichlet({settings.dirichlet_alpha:g}). [Exchanges take no time]"
-        "(simulator.md#the-simulator). Losses on digits compare with no table of the paper. On "
-        f"white noise alone the ratio is {Estimate.of(noise).text}."
+        "(simulator.md#the-simulator). On white noise alone the ratio is "
+        f"{Estimate.of(noise).text}."
     ]
