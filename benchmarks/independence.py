@@ -100,8 +100,10 @@ def simulate(num_seeds: int, report: Report) -> list[dict[str, Any]]:
             }
         )
     cells = [
-        (row["what"], row["graph"], row["comm_rate"])
-        + tuple(row[figure].text() for figure in ("all", "least", "after"))
+        (
+            *(row[key] for key in ("what", "graph", "comm_rate")),
+            *(row[key].text() for key in ("all", "least", "after")),
+        )
         for row in found
     ]
     report.tables.append(

@@ -291,7 +291,7 @@ def test_batches_that_another_thread_asks_for_are_an_error(linear):
     batches = model.batches([torch.ones(5, 3)])
     with ThreadPoolExecutor(1) as other:
         batch = other.submit(next, batches).result()
-        with pytest.raises(RuntimeError, match="another thread .* let the loader prefetch"):
+        with pytest.raises(RuntimeError, match=r"another thread .* let the loader prefetch"):
             step(model, optimizer, batch)
         batch = next(batches)
         other.submit(step, model, optimizer, batch).result()  # as a backward pass on a GPU may step
