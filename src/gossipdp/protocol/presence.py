@@ -9,8 +9,7 @@ itself may go on.
 dead, replaced, and is awake again. They outbid each other's record and dial each other. The one
 with the lower process id, which is that of the earlier life, ends once the other has answered at
 its own address: so the record of a process that has died, or never lived, ends no worker. A process
-also ends if peers that are linked to a later process of its rank turn it away for a time-out in
-which it hears nobody else.
+also ends if peers that are linked to a later process of its rank turn it away for a time-out.
 
 *A worker left behind.* Others find one dead that they have not heard for a time-out, so one that
 stood still for eight tenths of it may have been left out: a live one speaks each tenth, and words
@@ -71,7 +70,7 @@ class Presence:
         self._detector = detector
         self._timeout_s = timeout_s
         self._rival: Member | None = None
-        # Others turn this process away as an older one since then; inf: they do not.
+        # Others have turned this process away as an older one since then; inf: they have not.
         self._outdated_since = math.inf
         self._has_given_way = False
         # When it woke, if nobody was heard since then, and how long it had slept.
@@ -87,14 +86,13 @@ class Presence:
 
     def linked(self, peer: int, now: float) -> list[DetectorAction]:
         self._peers.up(peer, now)
+        self._outdated_since = math.inf
         self._unreachable.discard(peer)
         return [*self.heard(peer, now), *self._detector.link_up(peer)]
 
     def heard(self, peer: int, now: float) -> list[DetectorAction]:
         """Note a sign of life from ``peer``; without a link, it is no answer yet."""
         self._peers.heard(peer, now)
-        if peer in self._peers:  # it takes this process for the one of its rank
-            self._outdated_since = math.inf
         woken_at = self._woken_at
         if woken_at is not None and now > woken_at + BUFFERED_FOR * self._timeout_s:
             self._woken_at = None
@@ -270,8 +268,10 @@ class Presence:
         if self._has_given_way:
             return []
         self._has_given_way = True
-        reason = reason or (
-            f"another process of rank {self.rank} has taken this worker's place in the run; start "
-            "one process a rank"
-        )
-        return [Superseded(reason)]
+        return [
+            Superseded(
+                reason
+                or f"another process of rank {self.rank} has taken this worker's place in the run; "
+                "start one process a rank"
+            )
+        ]
