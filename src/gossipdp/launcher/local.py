@@ -11,6 +11,7 @@ import gc
 import json
 import logging
 import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import signal
@@ -299,11 +300,9 @@ def _end_with_parent() -> None:
     assert parent is not None
 
     def watch() -> None:
-        parent.join()
+        multiprocessing.connection.wait([parent.sentinel])
         os.killpg(0, signal.SIGTERM)
-        time.sleep(grace_s() + UNKILLABLE_S)  # a step in hand ends by then
-        while any(each.name.startswith("gossipdp-checkpoint") for each in threading.enumerate()):
-            time.sleep(1.0)  # a save ends by itself once nothing reaches the disk
+        time.sleep(grace_s())
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="gossipdp parent watch", daemon=True).start()
@@ -390,9 +389,10 @@ class Spares:
         *,
         program: str = PROGRAM,
     ) -> None:
+        is_python = script[0] == "-m" or script[0].endswith(".py")
         self._variables, self._say = dict(variables), say
         self._script, self._program = list(script), program
-        self._number = number if script[0] == "-m" or script[0].endswith(".py") else 0
+        self._number = number if is_python else 0
         self._waiting: list[ScriptWorker] = []
 
     def start(self, variables: Mapping[str, str]) -> ScriptWorker:

@@ -1,6 +1,5 @@
 import ctypes
 import math
-import multiprocessing
 import os
 import signal
 import sys
@@ -15,10 +14,8 @@ from run_processes import VARIABLES, runs
 from waiting import wait_until
 
 from gossipdp.errors import RendezvousError
-from gossipdp.launcher import cores, local, reports
+from gossipdp.launcher import cores, reports
 from gossipdp.launcher.local import ForkedWorker, ScriptWorker
-from gossipdp.launcher.supervisor import UNKILLABLE_S
-from gossipdp.rules import grace_s
 
 
 @pytest.mark.parametrize(
@@ -104,20 +101,3 @@ def test_a_forked_worker_that_the_fork_server_has_reaped_gets_no_signal(monkeypa
     worker._process = SimpleNamespace(exitcode=0)
     worker.send(signal.SIGCONT)
     assert sent == [(7, signal.SIGSTOP)]
-
-
-def test_a_worker_whose_launcher_was_killed_may_save_for_as_long_as_that_takes(monkeypatch):
-    did: list[float] = []  # the signals that it sends its group, and the seconds that it waits
-    writer = SimpleNamespace(name="gossipdp-checkpoint-3")  # this thread ends with the save
-    threads = SimpleNamespace(
-        Thread=lambda target, **_: SimpleNamespace(start=target),
-        enumerate=lambda: [writer] * (len(did) < 5),
-    )
-    parent = SimpleNamespace(join=lambda: None)
-    monkeypatch.setattr(local, "threading", threads)
-    monkeypatch.setattr(local, "time", SimpleNamespace(sleep=did.append))
-    monkeypatch.setattr(os, "killpg", lambda group, number: did.append(number))
-    monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
-    local._end_with_parent()
-    wait_s = grace_s() + UNKILLABLE_S  # for the step in hand
-    assert did == [signal.SIGTERM, wait_s, 1.0, 1.0, 1.0, signal.SIGKILL]
