@@ -113,8 +113,8 @@ def test_what_does_not_fit_is_said():
     checksum, _, sizes = encoded(values, torch.tensor([-20, -100], dtype=torch.int8))
     assert checksum is None
     assert sizes.tolist() == [3.0, 3.0]
-    for bad in (torch.nan, torch.inf, -torch.inf):
-        values[BLOCK + 1] = bad
+    for place, bad in ((BLOCK, torch.nan), (BLOCK + 1, torch.inf), (-1, -torch.inf)):
+        values.fill_(3.0)[place] = bad
         checksum, _, sizes = encoded(values, fine)
         assert checksum is None
         assert sizes.isfinite().tolist() == [True, False]
@@ -210,9 +210,9 @@ def test_errors_of_squares_are_those_that_are_stated(seed, num_values, spread, s
 
 
 def test_the_levels_of_squares_are_evenly_rounded_and_the_largest_number_stays_finite():
-    values = torch.tensor([1.0, 1.0624, 1.0626, 1.125, 0.5, 0.0, 3.4e38])
+    values = torch.tensor([1.5, 1.0, 1.0624, 1.0626, 1.125, 0.5, 0.0, 3.4e38])
     assert there_and_back(values)[-2:].tolist() == [0.0, 2.0**127 * 1.75]
-    assert there_and_back(values[:-1]).tolist() == [1.0, 1.0, 1.125, 1.125, 0.5, 0.0]
+    assert there_and_back(values[:-1]).tolist() == [1.5, 1.0, 1.0, 1.125, 1.125, 0.5, 0.0]
 
 
 def test_a_hostile_code_of_squares_gives_finite_numbers_that_are_not_negative():
