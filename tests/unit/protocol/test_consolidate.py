@@ -23,7 +23,6 @@ def test_alone_without_a_message():
     assert machine.chunk_finished(epoch(1), 0, 0.0) == []
     assert machine.chunk_finished(epoch(2), 1, 0.0) == [], "of another sum"
     assert machine.chunk_finished(epoch(1), 1, 0.0) == [do.Commit(epoch(1), 0.0, 1), do.Finished()]
-    assert machine.is_finished
     assert machine.review(view(1)) == []
 
 
@@ -166,12 +165,13 @@ def test_a_new_epoch_begins_with_nothing_of_the_last():
     for child in (1, 2):
         machine.partial_landed(child, epoch(1), 0)
     machine.chunk_finished(epoch(1), 0, 5.0)
+    machine.receive(2, pull_results(1, 0))
     machine.review(view(3, worker2=Status.DEAD))
     assert do.SendResult(1, epoch(2), 0) not in machine.receive(1, pull_results(2, 0))
     for chunk in range(2):
         machine.partial_landed(1, epoch(2), chunk)
     assert do.SendResult(1, epoch(2), 0) in machine.chunk_finished(epoch(2), 0, 1.0)
-    machine.chunk_finished(epoch(2), 1, 1.0)
+    assert machine.chunk_finished(epoch(2), 1, 1.0) == [do.SendResult(1, epoch(2), 1)]
     assert do.Commit(epoch(2), 2.0, 2) in machine.receive(1, say.Distance(epoch(2), 2.0))
 
 

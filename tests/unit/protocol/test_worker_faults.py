@@ -110,9 +110,7 @@ def test_the_clock_is_looked_at_even_where_there_is_nothing_to_wait_for():
 def test_poison_answers_busy_and_gives_nothing():
     worker = make_worker(0, 2)
     worker.receive(0, ask(0), 0.1)
-    abort, stop = worker.poisoned(0.5)[:2]
-    assert isinstance(abort, Send)
-    assert isinstance(stop, Stop)
+    assert [type(each) for each in worker.poisoned(0.5)[:2]] == [Send, Stop]
     assert not worker.can_donate
     worker.release(0.6)
     assert isinstance(said(worker.receive(2, ask(2), 0.7), 2)[0], say.Busy)
@@ -157,8 +155,9 @@ def test_an_exchange_with_one_that_still_trains_keeps_nobody_out_of_the_average(
     actions = worker.receive(0, say.Envelope(begin), 0.5)
     assert [stop.peer for stop in of_type(actions, Stop)] == ([2] if trains else [])
     assert worker.consolidation.has_begun is trains
+    worker.receive(0, say.Envelope(say.CommitEpoch(begin.epoch, 0.0)), 0.55)
     worker.finished(ask(2).message.id, 0.6)
-    assert worker.consolidation.has_begun
+    assert worker.consolidation._attempt.is_committed, "each message came in its turn"
 
 
 def test_a_leader_whose_wait_is_over_ends_its_exchange_with_one_that_still_trains():
