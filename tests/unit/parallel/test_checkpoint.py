@@ -13,6 +13,7 @@ from mixed_net import Net
 from own_optimizer import OwnOptimizer
 from safetensors.torch import load_file
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from gossipdp import Checkpoints, Counting, PoisonedError
@@ -31,20 +32,13 @@ def run(wrap):
     """``run(place, **options)``: losses, end state and model of a script, which may be killed."""
 
     def script(
-        place,
-        optimizer="sgd",
-        *,
-        order="shuffled",
-        stop_after=None,
-        resume="auto",
-        every=4,
-        **options,
+        place, kind="sgd", *, order="shuffled", stop_after=None, resume="auto", every=4, **options
     ):
         for seed in (random.seed, numpy.random.seed, torch.manual_seed):
             seed(0)
         data = TensorDataset(torch.randn(54, 2, 5, 5), torch.randint(0, 3, (54,)))
         net = Net().to(memory_format=torch.channels_last)
-        made = OPTIMIZERS[optimizer](p for p in net.parameters() if p.requires_grad)
+        made = OPTIMIZERS[kind](p for p in net.parameters() if p.requires_grad)
         saving = place and Checkpoints(place, every, resume=resume)
         options |= {"budget_samples": 6 * NUM_STEPS, "counting": Counting(samples_per_step=6)}
         model = wrap(net, made, checkpoints=saving, **options)
@@ -87,7 +81,7 @@ def run(wrap):
     ],
 )
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(run, tmp_path, row, stop_after):
-    options = dict(zip(("optimizer", "method", "order", "every"), row, strict=True))
+    options = dict(zip(("kind", "method", "order", "every"), row, strict=True))
     whole, end, model = run(None, **options)
     assert len(whole) == NUM_STEPS
     first, _, _ = run(tmp_path, stop_after=stop_after, **options)
@@ -100,15 +94,20 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(run, tmp_path, row, stop
     assert resumed.progress() == 1.0
 
 
-def test_where_no_momentum_is_held_z_goes_on(linear, tmp_path):
-    """A file of a2cid2, resumed by a worker that holds no c, goes on from x + c/2."""
-    model, _ = linear(tmp_path)
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_where_no_momentum_is_held_z_goes_on(linear, tmp_path, num_workers):
+    """A file of a2cid2 goes on from x + c/2, and with its random numbers, also in a smaller run."""
+    model, optimizer = linear(tmp_path)
+    step(model, optimizer)
     path = model.save_checkpoint()
+    drawn = torch.rand(3)
     model.close()
     tensors, metadata = read_tensors(path)
-    x = tensors["model/weight"]
+    facts, x = metadata["facts"], tensors["model/weight"]
+    metadata["facts"] = facts.replace('"world_size":1', f'"world_size":{num_workers}')
     write_tensors(path, {**tensors, "c/weight": torch.full_like(x, 2.0)}, metadata)
     model, _ = linear(tmp_path, resume="auto", method="gossip")
+    assert torch.equal(torch.rand(3), drawn)
     assert torch.equal(model.state_dict()["weight"], x + 1.0)
 
 
@@ -166,14 +165,14 @@ def test_a_run_goes_on_from_another_directory_and_never_mixes_two(run, tmp_path)
     assert steps_saved(tmp_path / "b") == [20, 16, 12]
 
 
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_a_damaged_file_is_passed_over(run, tmp_path, caplog, is_cut):
+@pytest.mark.parametrize("what", ["values", "end", "facts"])
+def test_a_damaged_file_is_passed_over(run, tmp_path, caplog, what):
     whole, _, _ = run(None, stop_after=9)
     run(tmp_path, stop_after=14)
     newest, *older = sorted((tmp_path / "worker-0").iterdir(), reverse=True)
-    data = bytearray(newest.read_bytes())
+    data = bytearray(newest.read_bytes()).replace(b"rank", b"rink", int(what == "facts"))
     data[len(data) // 2] ^= 1
-    newest.write_bytes(data[:-100] if is_cut else data)
+    newest.write_bytes(data[:-100] if what == "end" else data)
     second, _, resumed = run(tmp_path, stop_after=1)
     assert second == whole[8:9]
     warning, goes_on = caplog.messages
@@ -249,10 +248,6 @@ def test_poison_is_neither_saved_nor_averaged(wrap_sgd, tmp_path, caplog, name, 
     assert steps_saved(tmp_path) == [0]
 
 
-class PackedTensor(torch.Tensor):
-    """Stands for the states of optimizers that hold codes of 8 bits in a class of their own."""
-
-
 def test_a_state_that_cannot_be_saved_is_said_at_wrapping_or_where_it_is_named(wrap, tmp_path):
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     first, optimizer = (torch.optim.SGD(part.parameters(), 0.1) for part in net)
@@ -273,10 +268,10 @@ def test_a_state_that_cannot_be_saved_is_said_at_wrapping_or_where_it_is_named(w
 def test_a_state_that_a_step_makes_and_nobody_can_take_is_said_after_it(wrap, tmp_path, caplog):
     """An error with checkpoints; without, one warning, since no joiner can take it either."""
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
-    codes = torch.zeros(2).as_subclass(PackedTensor)
+    codes = TwoTensor(torch.zeros(2), torch.zeros(2))  # a class of its own
     first = torch.optim.SGD(net[0].parameters(), 0.1)
     second = OwnOptimizer(net[1].parameters(), lambda _: codes, key="codes")
-    state = r"the state of the OwnOptimizer\['state'\]\[0\]\['codes'\] is a PackedTensor"
+    state = r"the state of the OwnOptimizer\['state'\]\[0\]\['codes'\] is a TwoTensor"
     model = wrap(net, [first, second], checkpoints=Checkpoints(tmp_path))
     model(torch.ones(1, 3)).sum().backward()
     first.step()

@@ -97,7 +97,7 @@ def test_none_is_taken_between_the_forward_passes_of_one_step(linear, tmp_path, 
     assert model._worker.checkpointer.is_due
     optimizer.step()
     model(torch.ones(1, 3))
-    model.close()
+    assert model.save_checkpoint() == file_path(tmp_path, 0, 3)
     assert steps_saved(tmp_path) == [3, 1]
 
 
