@@ -65,7 +65,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> RowName:
-        """Return the row."""
         return RowName.parse(self.row)
 
     def plan(self, rank: int) -> RowPlan:
@@ -261,8 +260,6 @@ def measure(options: argparse.Namespace, report: Report) -> dict[str, list[dict[
 
 
 def table(found: dict[str, list[dict[str, Any]]], alone: float) -> Table:
-    """One line a row."""
-
     def per_step(run: dict[str, Any]) -> float:
         return float(sum(run["exchanges"]) / sum(run["steps"]))
 
@@ -334,7 +331,7 @@ def main() -> None:
     if options.quick:
         options.seconds, options.rounds = 20.0, 1
     report = Report(NAME, "Adapters beside a frozen base, at home", quick=options.quick)
-    if (why_not := missing("tc")) is not None:
+    if (why_not := missing()) is not None:
         report.missing.append(Missing("all rows", why_not))
         report.write({})
         return

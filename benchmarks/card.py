@@ -50,7 +50,6 @@ class Settings:
     quick: bool
 
     def finish(self) -> None:
-        """Wait for the device."""
         if self.device != "cpu":
             torch.accelerator.synchronize()
 

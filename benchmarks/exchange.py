@@ -34,7 +34,6 @@ class Way(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """Return how long a step lasts."""
         return max(0.02, 4e-8 * self.num_values)
 
 

@@ -26,6 +26,7 @@ from support.report import Report, Spread, Table, asked, interleaved
 from torch import Tensor, nn
 
 from gossipdp import Counting, GossipDataParallel, launch
+from gossipdp.dynamics.update import compile_loops
 from gossipdp.protocol.worker import Method
 from gossipdp_lab.baselines import leave
 from gossipdp_lab.tasks.resnet import cifar_resnet18
@@ -121,15 +122,7 @@ def pss(libc: Any) -> int:
     return kilobytes << 10
 
 
-def load_kernels() -> None:
-    """Compile the kernels, unless an earlier process has; what compiling takes is not held."""
-    from gossipdp.dynamics.update import compile_loops
-
-    compile_loops(torch.float32, torch.float32)
-
-
 def measure(key: str) -> list[tuple[int, int]]:
-    """One run of all workers."""
     _, arm, variables = ARMS[key]
     with tempfile.TemporaryDirectory() as folder:
         Meeting.create(meeting := Path(folder) / "meeting", NUM_WORKERS)
@@ -154,7 +147,6 @@ def summary(key: str, runs: list[list[tuple[int, int]]], drift: float) -> dict[s
 
 
 def table(found: dict[str, dict[str, Any]]) -> Table:
-    """One row a way to train."""
     rows = [
         (
             ARMS[key][0],
@@ -178,7 +170,8 @@ def table(found: dict[str, dict[str, Any]]) -> Table:
 def main() -> None:
     quick, rounds = asked(__doc__, rounds=3)
     report = Report("memory", "How much memory does gossip take, beside DDP?", quick)
-    launch(load_kernels, world_size=1)
+    # What compiling takes is not held.
+    launch(compile_loops, 1, (torch.float32, torch.float32))
     runs = interleaved(list(ARMS), rounds, measure)
     drift = Spread.of(float(added) for run in runs["plain"] for added, _ in run).median
     found = {key: summary(key, runs[key], 0.0 if key == "plain" else drift) for key in ARMS}

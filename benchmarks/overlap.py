@@ -15,7 +15,6 @@ import math
 import os
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -99,15 +98,13 @@ class LaunchBound(nn.Module):
 class ArmTimes:
     """The measurements of one worker in one arm.
 
-    step_s: seconds of each step, by round; the first of a turn is left out.
+    steps_per_s: by round; the first step of a turn is left out.
     num_steps: of the wrapper, those left out included; so are the exchanges.
-    gossip_cpu_s: CPU time of the gossip thread.
     """
 
-    step_s: list[list[float]] = field(default_factory=list)
+    steps_per_s: list[float] = field(default_factory=list)
     num_steps: int = 0
     exchanges: int = 0
-    gossip_cpu_s: float = 0.0
 
 
 def run_worker(
@@ -137,9 +134,9 @@ def run_worker(
             turn_s = setting.turn_s
             if round_number < 0:
                 turn_s = max(LEAST_WARM_UP_S, WARM_UP_TURNS * turn_s)
-            durations_s = arms[name].take_turn(turn_s, wait_s)
+            steps_per_s = arms[name].take_turn(turn_s, wait_s)
             if round_number >= 0:
-                arms[name].times.step_s.append(durations_s)
+                arms[name].times.steps_per_s.append(steps_per_s)
             else:
                 arms[name].start_over()
     meeting.meet()
@@ -168,7 +165,6 @@ class _Arm:
             self._inputs = torch.randn(setting.batch_size, 16)
         foreach = setting.workload == "resnet18"
         self._optimizer = torch.optim.SGD(net.parameters(), 1e-3, momentum=0.9, foreach=foreach)
-        before = threading.enumerate()
         with _alone() if name == "none" else nullcontext():
             self._wrapped = GossipDataParallel(
                 net,
@@ -177,12 +173,6 @@ class _Arm:
                 comm_rate=comm_rate,
                 counting=Counting(samples_per_step=setting.batch_size),
             )
-        (thread,) = (
-            each
-            for each in threading.enumerate()
-            if each.name.startswith("gossipdp-") and each not in before
-        )
-        self._gossip_clock = time.pthread_getcpuclockid(thread.ident or 0)
 
     def step(self, wait_s: float | None = None) -> float:
         """One gradient step, or a timed wait and the optimizer's step; its duration in seconds."""
@@ -201,13 +191,13 @@ class _Arm:
         self._optimizer.step()
         return time.perf_counter() - began_s
 
-    def take_turn(self, turn_s: float, wait_s: float | None) -> list[float]:
-        """Step for so long, at least twice; return the durations without the first."""
+    def take_turn(self, turn_s: float, wait_s: float | None) -> float:
+        """Step for so long, at least twice; return the steps/s without the first."""
         began_s = time.perf_counter()
         durations_s: list[float] = []
         while len(durations_s) < 2 or time.perf_counter() < began_s + turn_s:
             durations_s.append(self.step(wait_s))
-        return durations_s[1:]
+        return 1 / statistics.fmean(durations_s[1:])
 
     def start_over(self) -> None:
         """Forget what was measured so far: the warm-up."""
@@ -223,7 +213,6 @@ class _Arm:
         stats, times = self._wrapped.stats(), self.times
         times.num_steps += sign * stats.gradient_steps
         times.exchanges += sign * stats.exchanges
-        times.gossip_cpu_s += sign * time.clock_gettime(self._gossip_clock)
 
 
 @contextmanager
@@ -253,62 +242,38 @@ def measure(
         return launch(run_worker, world_size=2, args=task, timeout_s=900.0)
 
 
-def computing(setting: Setting, workers: list[dict[str, ArmTimes]], arm: str) -> list[ArmTimes]:
-    """Return the times of an arm, of those workers that compute."""
-    return [worker[arm] for worker in (workers if setting.shares_cores else workers[:1])]
-
-
-def steps_per_s(setting: Setting, workers: list[dict[str, ArmTimes]], arm: str) -> list[float]:
-    """By round: the mean over the workers that compute."""
-    rates = [
-        [len(steps) / sum(steps) for steps in times.step_s]
-        for times in computing(setting, workers, arm)
-    ]
-    return [statistics.fmean(of_round) for of_round in zip(*rates, strict=True)]
-
-
 def summary(setting: Setting, workers: list[dict[str, ArmTimes]]) -> dict[str, Any]:
-    """Return the figures of one setting."""
-    rates = {arm: steps_per_s(setting, workers, arm) for arm in ARMS}
+    """Return the figures of one setting; steps/s are the mean of the workers that compute."""
+    rates: dict[str, list[float]] = {}
     arms = {}
     for arm in ARMS:
-        timed = [times.step_s for times in computing(setting, workers, arm)]
-        step_ms = [1e3 * step for rounds in timed for steps in rounds for step in steps]
-        num_steps = sum(worker[arm].num_steps for worker in workers)
-        exchanges = sum(worker[arm].exchanges for worker in workers)
-        gossip_cpu_s = sum(worker[arm].gossip_cpu_s for worker in workers)
+        times = [worker[arm] for worker in workers]
+        computing = times if setting.shares_cores else times[:1]
+        of_rounds = zip(*(each.steps_per_s for each in computing), strict=True)
+        rates[arm] = [statistics.fmean(each) for each in of_rounds]
+        num_steps = sum(each.num_steps for each in times)
         arms[arm] = {
             "steps_per_s": Spread.of(rates[arm]),
-            "num_steps": len(step_ms),
-            "step_ms_median": statistics.median(step_ms),
-            "achieved_comm_rate": exchanges / num_steps if num_steps else 0.0,
-            "gossip_cpu_ms": 1e3 * gossip_cpu_s / exchanges if exchanges else None,
+            "achieved_comm_rate": sum(each.exchanges for each in times) / max(1, num_steps),
         }
     over = (w / v for w, v in zip(rates["a2cid2"], rates["none"], strict=True))
     return {"arms": arms, "rate_over": Spread.of(over)}
 
 
 def table(setting: Setting, found: dict[str, Any]) -> Table:
-    """Return the table of steps."""
-    rows = []
-    for arm, each in found["arms"].items():
-        has = arm == "a2cid2" and each["gossip_cpu_ms"] is not None
-        rows.append(
-            (
-                "method none" if arm == "none" else arm,
-                each["steps_per_s"].text(),
-                f"{each['step_ms_median']:.1f}",
-                f"{each['num_steps']}",
-                f"{each['achieved_comm_rate']:.2f}" if has else "",
-                f"{each['gossip_cpu_ms']:.1f}" if has else "",
-            )
+    rows = [
+        (
+            "method none" if arm == "none" else arm,
+            each["steps_per_s"].text(),
+            "" if arm == "none" else f"{each['achieved_comm_rate']:.2f}",
         )
-    head = ("", "steps/s", "step, median ms", "steps", "comm rate", "CPU of an exchange, ms")
+        for arm, each in found["arms"].items()
+    ]
     note = (
         f"With exchanges over method none: steps/s {found['rate_over'].text('.3f')}. Medians over "
         "the rounds, least and greatest."
     )
-    return Table(setting.title, head, rows, note)
+    return Table(setting.title, ("", "steps/s", "comm rate"), rows, note)
 
 
 def _comm_rate(text: str) -> float | Literal["auto"]:

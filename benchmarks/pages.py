@@ -169,7 +169,6 @@ Row: TypeAlias = dict[str, Any]
 
 @cache
 def result(name: str) -> dict[str, Any]:
-    """Return the contents of a results file."""
     contents: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
     return dict(contents.get("result", contents))  # older files have no frame
 

@@ -84,7 +84,6 @@ class Row:
 
     @property
     def is_synchronous(self) -> bool:
-        """Say if all workers take their steps together."""
         return self.method == "allreduce"
 
     def compute_time(self, step_s: float = 0.1) -> SlowedTime:
@@ -212,13 +211,10 @@ class Task:
 
 
 class Runs(Simulations):
-    """The runs that have ended, simulated and real ones."""
-
     def __init__(self, path: Path) -> None:
         super().__init__(path, ("kind", "row", *(each.name for each in fields(Setting)), "seed"))
 
     def of_row(self, kind: str, name: str, setting: Setting) -> list[dict[str, Any]]:
-        """Return the runs of a row, by seed."""
         return self.of(kind=kind, row=name, **asdict(setting))
 
     def settings(self, kind: str) -> list[Setting]:
@@ -373,7 +369,6 @@ def percent(values: Sequence[float]) -> str:
 
 
 def cells(name: str, found: list[dict[str, Any]]) -> list[str]:
-    """Return one row of a table of results."""
     losses = [loss_of(run) for run in found]
     rates = [run["exchanges_per_step"] for run in found if run["exchanges_per_step"]]
     distances = [run["consensus_distance"] for run in found]
@@ -401,7 +396,6 @@ NOTE = (
 
 
 def tables(runs: Runs) -> list[Table]:
-    """Return the results, a table a setting."""
     found = []
     for kind in ("simulated", "real"):
         for setting in runs.settings(kind):

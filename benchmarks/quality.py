@@ -114,7 +114,9 @@ def measure_all(benchmark: QualityBenchmark) -> None:
         path = results_folder(benchmark.quick) / "quality_runs.jsonl"
         path.unlink(missing_ok=True)  # it is to run, not to find what ran before
         benchmark = replace(benchmark, size="tiny", seeds=1, runs=path)
-    names, rates, decays = check(benchmark)
+    names = RowName.parse_all(benchmark.rows)
+    grids = grid("--rates", benchmark.rates), grid("--decays", benchmark.decays)
+    check_flags(benchmark)
     size = SIZES[benchmark.size]
     size = replace(size, steps=benchmark.steps or size.steps)
     report = Report(f"quality_{benchmark.size}", "Does it train as well?", benchmark.quick)
@@ -130,7 +132,7 @@ def measure_all(benchmark: QualityBenchmark) -> None:
         RunSettings(
             row=name.text,
             data=benchmark.data,
-            learning_rate=rates[0],
+            learning_rate=grids[0][0],
             seed=0,
             size=size,
             graph=benchmark.graph,
@@ -139,7 +141,7 @@ def measure_all(benchmark: QualityBenchmark) -> None:
         )
         for name in here
     ]
-    results = measure_rows(bases, (rates, decays), benchmark.seeds, runs)
+    results = measure_rows(bases, grids, benchmark.seeds, runs)
     left = [
         *(Missing(label, f"it failed: {why}") for label, why in runs.failures.items()),
         *(each for each in unfinished(results, benchmark.seeds) if each.row not in runs.failures),
@@ -162,14 +164,6 @@ def measure_all(benchmark: QualityBenchmark) -> None:
     )
     if runs.failures:
         sys.exit(f"quality: failed: {', '.join(runs.failures)}; see above")
-
-
-def check(benchmark: QualityBenchmark) -> tuple[list[RowName], list[float], list[float]]:
-    """Rows, rates and decays; raises ValueError for what cannot be meant."""
-    names = RowName.parse_all(benchmark.rows)
-    rates, decays = grid("--rates", benchmark.rates), grid("--decays", benchmark.decays)
-    check_flags(benchmark)
-    return names, rates, decays
 
 
 def grid(flag: str, text: str) -> list[float]:
@@ -305,9 +299,6 @@ def unfinished(results: Mapping[str, Measured], num_seeds: int) -> list[Missing]
     return found
 
 
-BASELINE = "ddp"
-
-
 def row_as_json(measured: Measured) -> dict[str, Any]:
     """Return one row's figures, means over the seeds; a loss that diverged is null."""
     results = list(measured.results.values())
@@ -330,8 +321,7 @@ def row_as_json(measured: Measured) -> dict[str, Any]:
 
 
 def table(rows: Mapping[str, dict[str, Any]], kind: str) -> Table:
-    """Return one line a row."""
-    base = rows[BASELINE]["loss"] if BASELINE in rows else None
+    base = rows["ddp"]["loss"] if "ddp" in rows else None
     lines = []
     for name, row in rows.items():
         loss, std = row["loss"], row["loss_std"]

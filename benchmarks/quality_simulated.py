@@ -21,27 +21,12 @@ import torch
 from scipy.stats import t
 from support.byte_task import BYTES, bits_a_byte, make_model, texts
 from support.coded_rows import coded_exchanges
-from support.finished_runs import (
-    NoBestRateError,
-    Simulations,
-    best_rate,
-    finite,
-    loss_of,
-    next_rate,
-)
-from support.quality_rows import make_optimizer
+from support.finished_runs import NoBestRateError, Simulations, best_rate, loss_of, next_rate
 from support.report import Report, Table, results_folder
 from torch import Tensor, nn
 
 from gossipdp.rules import DEFAULT_GRAPH
-from gossipdp_lab.simulate import (
-    Evaluation,
-    Link,
-    LinkModel,
-    ModuleObjective,
-    Scenario,
-    Trace,
-)
+from gossipdp_lab.simulate import Evaluation, Link, LinkModel, ModuleObjective, Scenario, Trace
 from gossipdp_lab.simulate.scenario import MakeOptimizer
 from gossipdp_lab.simulate.study import ROUNDS
 from gossipdp_lab.simulate.synchronous import Rounds
@@ -70,7 +55,6 @@ class Row:
         return "all-reduce" if self.optimizer == "AdamW" else f"all-reduce, {self.optimizer}"
 
     def scenario(self, rate: float, seed: int, setting: Setting) -> Scenario:
-        """One run of it."""
         return Scenario(
             graph=self.graph,
             num_workers=setting.workers,
@@ -109,8 +93,6 @@ def byte_objective(disjoint: bool) -> ModuleObjective:
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings that all rows share."""
-
     data: str
     workers: int
     steps: int
@@ -173,14 +155,6 @@ def _muon(rate: float, parameters: list[Tensor]) -> list[torch.optim.Optimizer]:
     return [muon, torch.optim.AdamW(others, lr=rate)]
 
 
-def _decayed(rate: float, decay: float, parameters: list[Tensor]) -> list[torch.optim.Optimizer]:
-    """AdamW with this weight decay, as the race has it: of all but norms and biases."""
-    optimizer = make_optimizer(parameters, decay)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    return [optimizer]
-
-
 def of_shapes(
     make: Callable[[list[Tensor]], list[torch.optim.Optimizer]], shapes: Sequence[torch.Size]
 ) -> MakeOptimizer:
@@ -203,8 +177,6 @@ def _of_model(make: Callable[[list[Tensor]], list[torch.optim.Optimizer]]) -> Ma
 OPTIMIZERS: dict[str, Callable[[float], MakeOptimizer]] = {
     "AdamW": lambda rate: partial(torch.optim.AdamW, lr=rate),
     "beta_2 0.95": lambda rate: partial(torch.optim.AdamW, lr=rate, betas=(0.9, 0.95)),
-    "decay 0.1": lambda rate: _of_model(partial(_decayed, rate, 0.1)),
-    "decay 0.025": lambda rate: _of_model(partial(_decayed, rate, 0.025)),
     "SGD": lambda rate: partial(torch.optim.SGD, lr=rate, momentum=0.9),
     "Muon": lambda rate: _of_model(partial(_muon, rate)),
     "Adafactor": lambda rate: _of_model(
@@ -229,9 +201,6 @@ ROWS: dict[str, Row] = {
     "gossipdp, 1 exchange a step": Row("a2cid2", 0.064, **_DEFAULTS),
     "gossipdp, 4 exchanges a step": Row("a2cid2", 0.064, every=0.25, **_DEFAULTS),
     f"gossipdp, 1 exchange a step{CODED}": Row("a2cid2", 0.064, is_coded=True, **_DEFAULTS),
-    f"gossipdp, 4 exchanges a step{CODED}": Row(
-        "a2cid2", 0.064, every=0.25, is_coded=True, **_DEFAULTS
-    ),
     "gossip, ring, v every 16th": Row("gossip", 0.064, "ring", options=_v(16)),
     "a2cid2, ring, v every 16th": Row("a2cid2", 0.064, "ring", options=_v(16)),
     "gossip, H = 8": Row("gossip", 0.032, every=8),
@@ -241,14 +210,6 @@ ROWS: dict[str, Row] = {
     "gossip, beta_2 0.95": Row("gossip", 0.064, optimizer="beta_2 0.95"),
     "gossip, beta_2 0.95, v every 5th": Row(
         "gossip", 0.064, optimizer="beta_2 0.95", options=_v(5)
-    ),
-    "all-reduce, decay 0.1": Row("allreduce", 0.032, optimizer="decay 0.1"),
-    "gossipdp, 4 exchanges a step, decay 0.1": Row(
-        "a2cid2", 0.064, every=0.25, optimizer="decay 0.1", **_DEFAULTS
-    ),
-    "all-reduce, decay 0.025": Row("allreduce", 0.032, optimizer="decay 0.025"),
-    "gossipdp, 4 exchanges a step, decay 0.025": Row(
-        "a2cid2", 0.064, every=0.25, optimizer="decay 0.025", **_DEFAULTS
     ),
     "all-reduce, SGD": Row("allreduce", 0.4, optimizer="SGD"),
     "gossip, SGD": Row("gossip", 0.4, optimizer="SGD"),
@@ -261,14 +222,11 @@ ROWS: dict[str, Row] = {
 
 
 class Runs(Simulations):
-    """The runs that have ended."""
-
     def __init__(self, path: Path) -> None:
         names = ("row", "data", "workers", "steps", "learning_rate", "seed")
         super().__init__(path, names)
 
     def settings(self) -> list[Setting]:
-        """All for which there are runs."""
         names = [each.name for each in fields(Setting)]
         found = {tuple(run[name] for name in names) for run in self.known.values()}
         return [Setting(*each) for each in sorted(found)]
@@ -280,7 +238,6 @@ class Runs(Simulations):
         def outcome(trace: Trace) -> dict[str, Any]:
             last = trace.records[-1]
             return {
-                "losses": finite([each.loss for each in trace.records]),
                 "gradient_steps": last.gradient_steps,
                 "consensus_distance": last.consensus_distance,
                 "models_per_step": trace.models_per_step,
@@ -311,21 +268,6 @@ def measure(runs: Runs, name: str, setting: Setting, seeds: int) -> None:
         runs.find_row(name, setting, best, seed)
 
 
-def as_row(name: str, found: list[dict[str, Any]], above: float) -> list[str]:
-    """One row of the table of results."""
-    losses = [loss_of(run) for run in found]
-    mean = statistics.mean(losses)
-    return [
-        name,
-        f"{mean:.3f}",
-        f"{100 * above:+.1f}%" if math.isfinite(above) else "",
-        f"{statistics.stdev(losses):.3f}" if len(losses) > 1 else "",
-        str(len(losses)),
-        f"{found[0]['learning_rate']:g}",
-        f"{found[0]['models_per_step']:.3f}",
-    ]
-
-
 def paired_difference(ours: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
     """Return how far runs end above others of their seed and rate, in percent: mean ± 95%."""
     theirs = {(run["seed"], run["learning_rate"]): loss_of(run) for run in others}
@@ -350,18 +292,27 @@ def result_of(runs: Runs, name: str, setting: Setting) -> list[dict[str, Any]]:
 
 
 def tables(runs: Runs, setting: Setting) -> list[Table]:
-    """Return the results of a setting, if there are any."""
     results = {name: found for name in ROWS if (found := result_of(runs, name, setting))}
     if not results:
         return []
     rows = []
     for name, found in results.items():
-        reference = results.get(ROWS[name].reference, [])
+        losses = [loss_of(run) for run in found]
         # Over the seeds that both have: these share their data and their first parameters.
-        theirs = [loss_of(run) for run in reference[: len(found)]]
-        ours = [loss_of(run) for run in found[: len(theirs)]]
+        theirs = [loss_of(run) for run in results.get(ROWS[name].reference, [])[: len(found)]]
+        ours = losses[: len(theirs)]
         above = statistics.mean(ours) / statistics.mean(theirs) - 1 if theirs else math.nan
-        rows.append(as_row(name, found, above))
+        rows.append(
+            [
+                name,
+                f"{statistics.mean(losses):.3f}",
+                f"{100 * above:+.1f}%" if math.isfinite(above) else "",
+                f"{statistics.stdev(losses):.3f}" if len(losses) > 1 else "",
+                str(len(losses)),
+                f"{found[0]['learning_rate']:g}",
+                f"{found[0]['models_per_step']:.3f}",
+            ]
+        )
     paired = [
         f" {name} over float32, both at {found[0]['learning_rate']:g}: "
         f"{paired_difference(found, runs.of(**asdict(setting), row=name.removesuffix(CODED)))}."

@@ -149,12 +149,10 @@ class Race:
         return {name: self.condition(name) for name in RACE_CONDITIONS if name in names}
 
     def condition(self, name: str) -> RaceCondition:
-        """Return a condition, stretched."""
         return RACE_CONDITIONS[name].stretched(self.stretch)
 
     @cached_property
     def names(self) -> list[str]:
-        """Return the rows to run."""
         return [RowName.parse(row.strip()).text for row in self.rows.split(",")]
 
     @cached_property
@@ -230,7 +228,7 @@ def cannot_run(row: str, condition: RaceCondition) -> str | None:
     name = RowName.parse(row)
     if (why := name.missing()) is not None:
         return why
-    if condition.network is not None and (why := missing("tc")) is not None:
+    if condition.network is not None and (why := missing()) is not None:
         return why
     if name.kind == "decent_dp" and condition.kills:
         return "Decent-DP has no answer to a death: it takes over the optimizers, and saves none"
@@ -251,8 +249,6 @@ def hosts_for(condition: RaceCondition, settings: RaceSettings) -> Hosts | None:
 
 
 class Runs(Campaign[Run]):
-    """The runs of the race."""
-
     def __init__(
         self, path: Path | None, minutes: float | None, clock: Callable[[], float] = time.monotonic
     ) -> None:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 from race_run import NUM_BINS, NUM_MARKS, RaceResult, median
-from support.byte_task import num_parameters
 from support.conditions import SHARES
 from support.quality_rows import KINDS, RowName
 from support.race_settings import RaceSettings
@@ -38,20 +37,12 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def samples(self) -> int:
-        """Return the samples in the final model."""
         return self.result.samples
 
     @property
     def loss(self) -> float:
         """Return the loss of the final model, bits a byte; infinity if it had diverged."""
         return math.inf if self.result.loss is None else self.result.loss
-
-    @property
-    def bytes_per_parameter_step(self) -> float:
-        """Bytes that were sent, over parameters and the batches that were kept."""
-        task = self.settings.task
-        kept = self.samples / task.batch_size * num_parameters(task)
-        return self.result.sent_bytes / kept if kept else math.inf
 
     @property
     def num_done(self) -> int:
@@ -73,12 +64,6 @@ def share_of_calm(run: Run, calm: Sequence[Run], _: Sequence[Run] = ()) -> float
     rates = [each.samples / each.trained_s for each in calm if each.trained_s]
     expected = median(rates) * run.trained_s
     return run.samples / expected if expected else math.nan
-
-
-def lost_seconds(run: Run, calm: Sequence[Run], _: Sequence[Run] = ()) -> float:
-    """Return the seconds of the whole job that a fault cost; NaN if there was none."""
-    lost_s = (1 - share_of_calm(run, calm)) * run.trained_s
-    return lost_s / run.num_done if run.num_done else math.nan
 
 
 def ours_over(figure: str, run: Run, calm: Sequence[Run], ours: Sequence[Run]) -> float:
@@ -108,8 +93,6 @@ COLUMNS = (
     Column("of its own calm", "share_of_calm", ".0%", max, share_of_calm),
     Column("final loss", "loss", ".3f", min, lambda run, *_: run.loss),
     Column("gossipdp's over this", "loss_ratio", ".3f", None, partial(ours_over, "loss")),
-    Column("s lost a fault", "lost_s", ".1f", min, lost_seconds),
-    Column("bytes", "bytes", ".2f", min, lambda run, *_: run.bytes_per_parameter_step),
     Column("MB in all", "megabytes", ",.0f", min, lambda run, *_: run.result.sent_bytes / 1e6),
     Column("faults", "faults", ".0f", None, lambda run, *_: run.num_done),
     Column("restart (s)", "restart_s", ".1f", None, lambda run, *_: median(run.result.restarts_s)),
@@ -156,7 +139,6 @@ def cells(
 
 
 def table(title: str, runs: Runs, calm: Runs) -> Table:
-    """Return the table of a condition."""
     head = ("row", "rate", *(column.name for column in COLUMNS), "runs")
     lines = [
         (
@@ -175,9 +157,8 @@ NOTE = (
     "kept: in the final model; work since a checkpoint, an average or an exchange that died is "
     "not. Gossipdp's over these: round by round. Its own calm: the same row, the same time after "
     "its start. Final loss: at equal wall time, of the model of all on held-out text, bits a byte. "
-    "Seconds lost a fault: of the whole job. Bytes: sent by all workers' sockets, over parameters "
-    "and batches kept, and in all. Restart: from the start of a process, or from when a spare one "
-    "becomes a worker, to the end of its first step."
+    "MB: sent by all workers' sockets. Restart: from the start of a process, or from when a spare "
+    "one becomes a worker, to the end of its first step."
 )
 
 

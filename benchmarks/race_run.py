@@ -28,12 +28,7 @@ from support.conditions import SHARES
 from support.hosts import Hosts, enter
 from support.quality_rows import KINDS
 from support.race_fleet import Fleet
-from support.race_settings import (
-    RaceSettings,
-    Values,
-    newest_checkpoint,
-    restarts_whole,
-)
+from support.race_settings import RaceSettings, Values, newest_checkpoint, restarts_whole
 from support.rows import Gossip
 
 from gossipdp import WorkerFailedError
@@ -368,7 +363,6 @@ class JobWorker:
         self._job = job
 
     def send(self, number: int) -> None:
-        """Send it a signal."""
         self._job.running[self.rank].send(number)
 
 
@@ -426,7 +420,6 @@ def supervise_job(course: Course, variables: Mapping[str, str]) -> None:
 
 
 def free_port() -> int:
-    """Return a port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port

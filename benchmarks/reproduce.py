@@ -48,8 +48,8 @@ IMAGES = Path(__file__).parent / "results" / "paper_images.jsonl"
 ELSEWHERE = [
     (
         "no locks: no worker waits for another",
-        "**holds** with real processes, at step boundaries; [what the others do while one "
-        "worker stands still](faults.md)",
+        "**holds** with real processes, at step boundaries: "
+        "[faults](faults.md#what-the-others-do-meanwhile)",
     ),
     (
         "up to 64 workers",
@@ -57,8 +57,7 @@ ELSEWHERE = [
     ),
     (
         "ResNet-18 on CIFAR-10, ResNet-50 on ImageNet, 64 A100s, 300 and 90 epochs",
-        "**not tried**: the [recipes](recipes.md) are there; no figure of the paper's own tables "
-        "is repeated here",
+        "**not tried**; the [recipes](recipes.md) are there",
     ),
 ]
 
@@ -119,7 +118,6 @@ def reproduce(names: Sequence[str], directory: Path, quick: bool = False) -> Pat
 
 
 def read_stored(directory: Path, name: str) -> Stored | None:
-    """Return the stored result of a section; None where there is none."""
     path = _path(directory, name, "json")
     return msgspec.json.decode(path.read_bytes(), type=Stored) if path.exists() else None
 
@@ -139,7 +137,7 @@ def _blocks(directory: Path) -> list[str]:
         for name, title in PICTURES.items()
         for block in (
             f"## {title}",
-            f"![{title}](figures/reproduction-{name}.png)",
+            f"![{name}](figures/reproduction-{name}.png)",
             *captions[name],
         )
     ]
@@ -147,8 +145,8 @@ def _blocks(directory: Path) -> list[str]:
         "# The paper's results, reproduced",
         "The paper is [A2CiD2](https://arxiv.org/abs/2306.08289) (Nabli, Belilovsky, Oyallon, "
         "NeurIPS 2023). Workers are simulated where no processes are named; no GPU and none of "
-        "the paper's data was used. [How it works](concepts.md) explains the words. ± is the "
-        "standard deviation over seeds. `benchmarks/reproduce.py` writes this page.",
+        "the paper's data was used. ± is the standard deviation over seeds. "
+        "`benchmarks/reproduce.py` writes this page.",
         table(("what the paper claims", "here"), claims + ELSEWHERE, num_left=2),
         *pictures,
     ]
@@ -166,10 +164,9 @@ def _section(
     blocks: list[str] = section.caption(result)
     if stored.quick:
         blocks.insert(0, "> **Quick run.** Tiny settings: these numbers show nothing.")
-    by = stored.provenance
     blocks.append(
-        f"<sub>{by.code[0].upper()}{by.code[1:]}, {by.seconds:.0f} s. Data, settings and hardware: "
-        f"[JSON](figures/reproduction-{name}.json).</sub>"
+        f"<sub>[Data, settings and hardware](figures/reproduction-{name}.json), "
+        f"{stored.provenance.code}.</sub>"
     )
     return blocks
 

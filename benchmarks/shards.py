@@ -33,13 +33,10 @@ METHODS = ("HSDP", "gossip")
 
 @dataclass(frozen=True)
 class Case:
-    """One row."""
-
     method: str
     is_one_slow: bool
 
     def __str__(self) -> str:
-        """As tables show it."""
         return f"{self.method}, {'one replica 4 times slower' if self.is_one_slow else 'equal'}"
 
 
@@ -77,7 +74,6 @@ def peak_mb() -> float:
 
 
 def train(case: Case, task: Task) -> Measured:
-    """One process of one row."""
     torch.set_num_threads(1)
     before_mb = peak_mb()
     dist.init_process_group("gloo")
@@ -141,7 +137,6 @@ def measure(case: Case, task: Task) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run all rows of a table in turn and write it."""
     quick, rounds = asked(__doc__, rounds=3)
     report = Report("shards", __doc__.split("\n", 1)[0], quick)
     task = Task(num_steps=5, width=32, wait_s=0.01) if quick else Task()

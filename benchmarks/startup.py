@@ -41,8 +41,8 @@ def measure_kill(num_workers: int = 4, spare_s: float = 15.0) -> tuple[float, li
         return float(path.read_text("utf-8")), noticed
 
 
-def measure_spare() -> tuple[float, float]:
-    """Return the MB that a spare interpreter holds for itself, and the CPU seconds it has taken."""
+def measure_spare() -> float:
+    """Return the MB that a spare interpreter holds for itself."""
     with closing(Spares([WORKER], os.environ, 1)) as spares:
         spares.prepare()
         (child,) = psutil.Process().children()
@@ -53,7 +53,7 @@ def measure_spare() -> tuple[float, float]:
             taken_s = sum(child.cpu_times()[:2])
         lines = Path(f"/proc/{child.pid}/smaps_rollup").read_text("utf-8").splitlines()
         (written_kb,) = (int(line.split()[1]) for line in lines if "Private_Dirty" in line)
-        return written_kb * 1024 / 1e6, taken_s
+        return written_kb * 1024 / 1e6
 
 
 def main() -> None:
@@ -63,8 +63,7 @@ def main() -> None:
     kills = [measure_kill() for _ in range(rounds)]
     back_s = Spread.of(back for back, _ in kills)
     noticed_s = Spread.of(each for _, noticed in kills for each in noticed)
-    spares = [measure_spare() for _ in range(rounds)]
-    own_mb, cpu_s = (Spread.of(values) for values in zip(*spares, strict=True))
+    own_mb = Spread.of(measure_spare() for _ in range(rounds))
     report.tables.append(
         Table(
             "A killed worker of four, and its spare interpreter",
@@ -72,17 +71,14 @@ def main() -> None:
                 "s from the kill until another noticed",
                 "until it exchanges again",
                 "MB of the spare's own",
-                "CPU s for its imports",
             ),
-            [(noticed_s.text(".3f"), back_s.text(), own_mb.text(".0f"), cpu_s.text())],
+            [(noticed_s.text(".3f"), back_s.text(), own_mb.text(".0f"))],
             f"Medians of {rounds} (least to greatest). Steps take 20 ms. There is one spare for "
             "each gossipdp run with --max-restarts. Its own is what it has written; files such as "
             "torch's libraries are in memory once for all processes.",
         )
     )
-    report.write(
-        {"back_s": back_s, "noticed_s": noticed_s, "spare_mb": own_mb, "spare_cpu_s": cpu_s}
-    )
+    report.write({"back_s": back_s, "noticed_s": noticed_s, "spare_mb": own_mb})
 
 
 if __name__ == "__main__":

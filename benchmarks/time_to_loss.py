@@ -169,7 +169,7 @@ def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBench
     condition = CONDITIONS[table]
     title = f"Time to loss: {condition.text}"
     report = Report(f"time_to_loss_{table}", title, benchmark.quick)
-    why_not = missing("tc") if condition.mbits_per_s is not None else None
+    why_not = missing() if condition.mbits_per_s is not None else None
     if why_not is not None:
         report.missing.append(Missing("all rows", why_not))
         report.write({})

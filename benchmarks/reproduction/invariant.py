@@ -33,8 +33,6 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """All runs, and how they were made."""
-
     runs: list[Run]
     num_workers: int
     num_steps: float
@@ -42,7 +40,6 @@ class Result(msgspec.Struct, frozen=True):
     dimension: int
 
     def of(self, method: str) -> list[Run]:
-        """Return the runs of one method."""
         return [run for run in self.runs if run.method == method]
 
     def released_when_ours_at(self, share: float) -> list[float]:
@@ -134,7 +131,6 @@ def claims(result: Result) -> list[tuple[str, str]]:
 
 
 def caption(result: Result) -> list[str]:
-    """Say how it was measured, and why the two differ."""
     return [
         f"A ring of {result.num_workers}, no gradients, float64, {len(result.seeds)} seeds; shares "
         "of the first values. Here both ends apply one difference with opposite signs. In the "

@@ -43,8 +43,6 @@ LABEL_DECADES = 0.36
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One graph, method and size."""
-
     graph: str
     method: str
     num_workers: int
@@ -53,14 +51,11 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """All points, and how they were measured."""
-
     points: list[Point]
     dimension: int
     tail: tuple[float, float]
 
     def series(self, graph: str, method: str) -> list[Point]:
-        """Points by size."""
         found = [p for p in self.points if (p.graph, p.method) == (graph, method)]
         return sorted(found, key=lambda point: point.num_workers)
 
@@ -79,7 +74,6 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def measure(quick: bool) -> Result:
-    """Measure every graph, method and size."""
     sizes = (8, 16) if quick else (8, 16, 32, 64, 128, 256)
 
     def num_seeds(method: str, num_workers: int) -> int:
@@ -99,7 +93,6 @@ def measure(quick: bool) -> Result:
 
 
 def measure_point(graph: str, method: str, num_workers: int, num_seeds: int) -> Point:
-    """Communications per e-fold, measured with each seed."""
     one = _asynchronous if method in ASYNCHRONOUS else _synchronous
     found = [one(graph, method, num_workers, seed) for seed in range(num_seeds)]
     return Point(graph, method, num_workers, found)
@@ -241,7 +234,6 @@ def claims(result: Result) -> list[tuple[str, str]]:
 
 
 def caption(result: Result) -> list[str]:
-    """Say what was measured, and what differs from the paper."""
     sizes = sorted({point.num_workers for point in result.points})
     high, low = result.tail
     return [

@@ -28,8 +28,6 @@ NUM_RECORDS = 40
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One run; distances over time."""
-
     method: str
     comm_rate: float
     seed: int
@@ -38,15 +36,12 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """All runs, and how they were made."""
-
     runs: list[Run]
     racks: int
     size: int
     steps: float
 
     def of(self, kind: tuple[str, float]) -> list[Run]:
-        """Return the runs of one kind, one a seed."""
         return [run for run in self.runs if (run.method, run.comm_rate) == kind]
 
     def late(self, kind: tuple[str, float]) -> Estimate:
@@ -79,7 +74,6 @@ def measure(quick: bool) -> Result:
 
 
 def measure_run(number: int, size: int, steps: float, kind: tuple[str, float], seed: int) -> Run:
-    """Train once."""
     method, rate = kind
     scenario = Scenario(
         graph=racks(number, size),
@@ -126,7 +120,6 @@ def claims(result: Result) -> list[tuple[str, str]]:
 
 
 def caption(result: Result) -> list[str]:
-    """Say how it was measured."""
     return [
         f"{result.racks * result.size} simulated workers; each reaches its rack of {result.size} "
         "and one worker of a neighbouring rack. Digits, a perceptron, each worker with shares of "

@@ -39,8 +39,6 @@ DOUBLED, ACCELERATED = ("gossip", 2.0), ("a2cid2", 1.0)
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """The settings that all runs share."""
-
     total_steps: float = 19_200
     """Gradient steps of all workers together, whatever their number."""
     batch_size: int = 32
@@ -79,8 +77,6 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """All runs, and how they were made."""
-
     runs: list[Run]
     settings: Settings
     seeds: list[int]
@@ -99,7 +95,6 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def sizes(self) -> list[int]:
-        """Return the sizes of the rings."""
         return sorted({run.num_workers for run in self.runs if run.graph == "ring"})
 
     def ratios(self, data: str, graph: str, n: int) -> list[float]:
@@ -247,12 +242,11 @@ def claims(result: Result) -> list[tuple[str, str]]:
 
 
 def caption(result: Result) -> list[str]:
-    """Say how it was measured, and what differs from the paper."""
     settings, noise = result.settings, result.ratios("noise", "ring", result.settings.largest)
     return [
         f"Handwritten digits, a perceptron, {settings.total_steps:,.0f} steps of all workers "
         "together; a learning rate in proportion to the workers, untuned. Uneven classes: shares "
         f"drawn from Dirichlet({settings.dirichlet_alpha:g}). [Exchanges take no time]"
-        "(simulator.md#the-simulator). Losses on digits compare with no table of the paper. On "
-        f"white noise alone the ratio is {Estimate.of(noise).text}."
+        "(simulator.md#the-simulator). On white noise alone the ratio is "
+        f"{Estimate.of(noise).text}."
     ]

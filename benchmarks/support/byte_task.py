@@ -91,7 +91,6 @@ TRANSFORMER = Task(
 
 @cache
 def num_parameters(task: Task = BYTES) -> int:
-    """Count the parameters of the model."""
     return sum(parameter.numel() for parameter in task.make_model().parameters())
 
 

@@ -36,7 +36,6 @@ class Condition:
 
     @property
     def compute(self) -> ComputeTime:
-        """Return the step times by rank."""
         base = LognormalTime(self.step_s, self.spread)
         return SlowedTime(base, dict(enumerate(self.slowness)))
 
@@ -122,11 +121,9 @@ class RaceCondition:
 
     @property
     def kills(self) -> bool:
-        """Return whether workers are killed."""
         return bool(self.kill_mean_s) or "kill" in self.faults
 
     def seconds(self, seconds: float) -> float:
-        """Return how long a run lasts."""
         return float(max(seconds, self.least_s))  # an equal int would have another key
 
     def stretched(self, factor: float) -> RaceCondition:

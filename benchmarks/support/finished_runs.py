@@ -55,7 +55,6 @@ class FinishedRuns(Generic[Finished]):
         return self.known[key]
 
     def keep(self, run: Finished) -> None:
-        """Keep a run that has just finished."""
         self.known[self._key(run)] = run
         if self._path is None:
             return
@@ -122,7 +121,6 @@ class Simulations(FinishedRuns[dict[str, Any]]):
         super().__init__(path, dict[str, Any], self.key)
 
     def key(self, run: dict[str, Any]) -> str:
-        """Return the key that tells a run from others."""
         return json.dumps([run[name] for name in self._names])
 
     def of(self, **wanted: object) -> list[dict[str, Any]]:

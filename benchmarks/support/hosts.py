@@ -29,14 +29,11 @@ EMULATOR = Path(__file__).with_name("emulator.py")
 BURST_S, LEAST_BURST_BYTES, LONGEST_WAIT = 1e-3, 9_000, "20ms"
 
 
-def missing(*commands: str) -> str | None:
-    """Say why namespaces cannot be made here; None if they can.
-
-    commands: the programs needed, "ip" apart.
-    """
+def missing() -> str | None:
+    """Say why namespaces with links of their own cannot be made here; None if they can."""
     if os.geteuid() != 0:
         return "no root, which network namespaces need"
-    for command in ("ip", *commands):
+    for command in ("ip", "tc"):
         if shutil.which(command) is None:
             return f"no {command} command"
     name = f"probe{os.getpid()}"
@@ -75,20 +72,15 @@ def bytes_sent(interface: str) -> int:
     raise ValueError(f"there is no interface {interface!r} in this namespace")
 
 
-def tcp_bytes_sent() -> int:
-    """Payload that all TCP connections of this process have sent since they were opened.
+def bytes_by_connection() -> dict[str, int]:
+    """Return the payload that each TCP connection of this process has sent since it was opened.
 
-    Whoever opened them: a library in C++ or Rust is counted like Python. Headers are not counted,
-    repeated segments are; neither are connections that are closed by now.
+    By the kernel's own name of its socket, whoever opened it: a library in C++ or Rust is counted
+    like Python. Headers are not counted, repeated segments are.
 
     Raises:
         OSError: this kernel does not count it.
     """
-    return sum(bytes_by_connection().values())
-
-
-def bytes_by_connection() -> dict[str, int]:
-    """Return the same for each connection, by the kernel's own name of its socket."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed since it was listed
@@ -195,7 +187,6 @@ class ShapedHosts(Hosts):
                 run("tc", "-n", place, "qdisc", "add", "dev", device, "root", *shape, *wait)
 
     def disconnect(self) -> None:
-        """See :class:`Hosts`."""
         subprocess.run(["ip", "netns", "del", self.switch], check=False, capture_output=True)
 
 
@@ -211,7 +202,6 @@ class EmulatedHosts(Hosts):
         self._emulator: subprocess.Popen[str] | None = None
 
     def connect(self) -> None:
-        """See :class:`Hosts`."""
         hosts = [f"{name}={ip}" for name, ip in zip(self.names, self.addresses, strict=True)]
         link = [self.interface, str(self.mbits_per_s), str(self.delay_ms)]
         self._emulator = subprocess.Popen(
@@ -225,6 +215,5 @@ class EmulatedHosts(Hosts):
             raise RuntimeError("the link emulator did not start; its error is above")
 
     def disconnect(self) -> None:
-        """See :class:`Hosts`."""
         if self._emulator is not None:
             self.account = f"the emulator {self._emulator.communicate(timeout=20)[0].strip()}"

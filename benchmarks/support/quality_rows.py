@@ -124,11 +124,9 @@ class OuterNesterov:
         nn.utils.vector_to_parameters(after, trained(self._net))
 
     def state(self) -> dict[str, Any]:
-        """Return the content of a checkpoint."""
         return {"anchor": self._anchor.detach(), "optimizer": self._optimizer.state_dict()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
         self._anchor.data.copy_(state["anchor"])
         self._optimizer.load_state_dict(state["optimizer"])
 
@@ -149,7 +147,6 @@ class LocalSgd(OneOptimizer):
             self.average()
 
     def average(self) -> None:
-        """All workers together."""
         average_parameters(self.net, self.plan.share)
 
     def account(self) -> dict[str, float]:
@@ -258,8 +255,6 @@ class TorchftRow(OneOptimizer):
 
 
 class TorchftLocalSgd(TorchftRow):
-    """LocalSGD of torchft."""
-
     def __init__(self, net: nn.Module, plan: RowPlan) -> None:
         super().__init__(net, plan)
         from torchft.local_sgd import LocalSGD
@@ -308,8 +303,6 @@ class TorchftDDP(TorchftRow):
 
 
 class TorchftDiLoCo(TorchftRow):
-    """DiLoCo of PyPI's torchft."""
-
     def __init__(self, net: nn.Module, plan: RowPlan) -> None:
         super().__init__(net, plan)
         from torchft.local_sgd import DiLoCo as Torchft
@@ -446,7 +439,6 @@ class RowName:
 
     @property
     def label(self) -> str:
-        """As tables show it."""
         every = "" if self.period is None else f", H = {self.period}"
         often = "" if self.per_step == 1 else f", {self.per_step} exchanges a step"
         return KINDS[self.kind].label + every + often
@@ -496,6 +488,5 @@ class RowName:
         return {"graph": graph, "comm_rate": rate, "pace": pace, **kind.options}
 
     def make(self, net: nn.Module, plan: RowPlan) -> Row:
-        """Return the part of one worker."""
         kind = KINDS[self.kind]
         return kind.row(net, replace(plan, outer=plan.outer or kind.outer))

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 import torch
 from support.conditions import Condition
-from support.hosts import Hosts, bytes_sent, enter, tcp_bytes_sent
+from support.hosts import Hosts, bytes_by_connection, bytes_sent, enter
 from support.meeting import Meeting
 from support.quality_rows import KINDS, WEIGHT_DECAY, RowName, make_optimizer
 from support.rows import Row, RowPlan
@@ -85,7 +85,6 @@ class RunSettings:
 
     @property
     def gossip_options(self) -> dict[str, Any]:
-        """Return the options of GossipDataParallel."""
         pace = "free" if self.has_own_pace else "strict"
         return RowName.parse(self.row).gossip_options(self.graph, pace)
 
@@ -123,7 +122,6 @@ class RunResult(msgspec.Struct, frozen=True):
 
     @property
     def loss_or_inf(self) -> float:
-        """Return the loss; infinity where it diverged."""
         return math.inf if self.loss is None else self.loss
 
 
@@ -150,7 +148,6 @@ def make_task(settings: RunSettings, batch_size: int | None = None) -> Text:
 
 
 def num_parameters(size: Size) -> int:
-    """Count the parameters of the model."""
     settings = RunSettings("none", "common", 1.0, 0, size)
     return sum(parameter.numel() for parameter in make_task(settings).make_model().parameters())
 
@@ -193,8 +190,6 @@ def run(settings: RunSettings, hosts: Hosts | None = None) -> RunResult:
 
 @dataclass(frozen=True)
 class Trained:
-    """The results of a worker."""
-
     steps: int
     batch_size: int
     trained_s: float
@@ -212,13 +207,17 @@ def train(
     """
     torch.set_num_threads(settings.processor.threads)
     rank = int(os.environ["RANK"])
-    count = tcp_bytes_sent
     if network is not None:
         namespaces, variables = network
         enter(namespaces[rank])
         os.environ.update(variables)
         del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # the launcher's cannot be reached
-        count = partial(bytes_sent, variables["GLOO_SOCKET_IFNAME"])
+
+    def count() -> int:
+        if network is None:
+            return sum(bytes_by_connection().values())
+        return bytes_sent(network[1]["GLOO_SOCKET_IFNAME"])
+
     name = RowName.parse(settings.row)
     size, condition = settings.size, settings.condition
     speeds = [1.0] * settings.workers if condition is None else condition.speeds(settings.workers)

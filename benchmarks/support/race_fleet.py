@@ -54,7 +54,6 @@ class Quota:
             raise
 
     def set(self, share: float) -> None:
-        """Let them have this share of a core."""
         if share != self._share:
             quota, self._share = str(round(share * PERIOD_US)), share
             if self._is_first_version:

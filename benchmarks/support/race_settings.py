@@ -56,12 +56,10 @@ class RaceSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> RowName:
-        """Return the row."""
         return RowName.parse(self.row)
 
     @property
     def task(self) -> Task:
-        """Return what is trained."""
         return BYTES if self.waits else TRANSFORMER
 
     @property
@@ -85,12 +83,10 @@ def restarts_whole(name: RowName) -> bool:
 
 
 def shelf_path(folder: Path, rank: int, life: int) -> Path:
-    """Return the file of a life's shelf."""
     return folder / f"shelf-{rank}-{life}"
 
 
 def log_path(folder: Path, rank: int, life: int) -> Path:
-    """Return the file of what a life writes to standard error."""
     return folder / f"log-{rank}-{life}"
 
 
@@ -120,7 +116,6 @@ class Shelf:
         return self._file is not None or self._path.exists()
 
     def put(self, header: dict[str, float], parameters: NDArray[np.float32]) -> None:
-        """Leave this."""
         if self._file is None:  # a life that came too late to make a step
             self.make()
         assert self._file is not None

@@ -48,7 +48,6 @@ class Spread:
         return cls(statistics.median(found), min(found), max(found), found)
 
     def text(self, form: str = ".2f") -> str:
-        """As tables show it."""
         if len(self.values) == 1:
             return f"{self.median:{form}}"
         return f"{self.median:{form}} ({self.least:{form}} to {self.greatest:{form}})"
@@ -82,7 +81,6 @@ class Table:
     note: str = ""
 
     def markdown(self) -> str:
-        """As it stands in the result's Markdown file."""
         blocks = [f"### {self.title}", markdown_table(self.head, self.rows)]
         return "\n\n".join([*blocks, self.note] if self.note else blocks)
 
@@ -250,7 +248,6 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, num_le
 
 
 def processor() -> str:
-    """Return the processor's own name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

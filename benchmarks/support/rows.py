@@ -46,12 +46,10 @@ class RowPlan:
 
     @property
     def batch_size(self) -> int:
-        """Return the batch size of this worker."""
         return self.batch_sizes[self.rank]
 
     @property
     def period(self) -> int:
-        """Return the period of this worker."""
         return self.periods[self.rank]
 
     @property
@@ -113,7 +111,6 @@ class Row(ABC):
         return len(self.plan.periods) * (self.steps - self.steps % self.plan.period)
 
     def close(self) -> None:
-        """End what was started."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -145,7 +142,6 @@ class OneOptimizer(Row):
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
         self.net.load_state_dict(state["net"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps = state["steps"]

@@ -52,7 +52,6 @@ class TimedCompute:
         stage.register_forward_hook(forward)
 
     def begin(self) -> None:
-        """Note that a step begins now."""
         self._began_s, self._duration_s = self._clock(), self._draw_s()
 
     def wait(self, share: float) -> None:

@@ -113,7 +113,7 @@ def probe(hosts: Hosts, *sizes: int) -> list[float]:
 
 @pytest.mark.processes
 def test_an_emulated_network_is_slower_than_the_machine_s_own():
-    if (reason := missing("tc")) is not None:
+    if (reason := missing()) is not None:
         pytest.skip(reason)
     with EmulatedHosts(2, 40, 10) as hosts:
         round_trip_s, transfer_s = probe(hosts, 1, 1_500_000)

@@ -5,10 +5,9 @@ pages.py writes the tables between marks; page_phrases.py has the figures beside
 
 import re
 
-import pages
 import pytest
-from page_phrases import PHRASES, RACE, UNMEASURED
-from pages import MARKED, PAGES, ROOT, SUMMARY, TABLES, rewritten
+from page_phrases import PHRASES, UNMEASURED
+from pages import MARKED, PAGES, ROOT, TABLES, condition, rewritten, tuned
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -23,43 +22,15 @@ def test_every_table_is_on_a_page():
     assert set(TABLES) <= shown
 
 
-def test_a_table_is_written_again_and_nothing_else():
-    page = "Before 1.\n\n<!-- table: race calm -->\n\n| old |\n\n<!-- end -->\n\nAfter 2."
-    head, *lines = rewritten(page).split("\n\n")
-    assert (head, lines[0], *lines[2:]) == (
-        "Before 1.", "<!-- table: race calm -->", "<!-- end -->", "After 2."
-    )  # fmt: skip
-    first = lines[1].splitlines()[2]
-    ours = RACE["calm"]["gossipdp"]
-    assert f"{ours['samples'] / 1e3:.0f} (" in first
-    assert f"{ours['loss']:.3f} (" in first
-
-
-def test_an_empty_table_is_written_and_what_follows_it_stays():
+def test_each_table_is_written_again_and_nothing_else():
     page = (
-        "<!-- table: race calm -->\n\n<!-- end -->\n\n## Then\n\n"
-        "<!-- table: tuned -->\n\n<!-- end -->\n"
+        "Before 1.\n\n<!-- table: race calm -->\n\n| old |\n\n<!-- end -->\n\n"
+        "Between 2.\n\n<!-- table: tuned -->\n\n<!-- end -->\n\nAfter 3."
     )
-    again = rewritten(page)
-    assert again.count("\n\n<!-- end -->\n") == 2
-    assert "## Then" in again
-    assert rewritten(again) == again
-
-
-def test_a_table_has_the_columns_of_which_there_are_figures():
-    heads = [pages.condition("race", name).splitlines()[0] for name in ("calm", "kills10")]
-    assert ["of its own calm" in head for head in heads] == [False, True]
-    assert ["restart (s)" in head for head in heads] == [False, True]
-
-
-def test_the_best_is_bold_in_the_readme():
-    lines = pages.summary().splitlines()[2:]
-    cells = {line.split(" | ")[0]: line.strip("| ").split(" | ")[1:] for line in lines}
-    for number, (name, best) in enumerate((name, best) for name in SUMMARY for best in (max, min)):
-        key = "samples" if best is max else "loss"
-        row = best(RACE[name], key=lambda row: RACE[name][row][key])
-        bold = [each for each, texts in cells.items() if texts[number].startswith("**")]
-        assert bold == [f"| {pages.short(row)}"]
+    assert rewritten(page) == (
+        f"Before 1.\n\n<!-- table: race calm -->\n\n{condition('race', 'calm')}\n\n<!-- end -->\n\n"
+        f"Between 2.\n\n<!-- table: tuned -->\n\n{tuned()}\n\n<!-- end -->\n\nAfter 3."
+    )
 
 
 def test_the_picture_is_that_of_the_results():

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import quality
 import torch
+from clocks import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 from quality import Runs
@@ -27,19 +28,15 @@ def result(loss: float | None, end_s: float = 20.0, average_s: float = 0.0) -> R
     return RunResult(loss=loss, bytes_per_parameter_step=6.0, samples=1_000, comm_rate=1.0, **times)
 
 
-def plans(row: str, speeds: list[float], samples: int) -> list[RowPlan]:
-    name = RowName.parse(row)
-    how = name.batch_sizes(8, speeds), name.periods(speeds), make_optimizer
-    return [RowPlan(rank, samples, 0, *how) for rank in range(len(speeds))]
-
-
 @given(
     st.sampled_from(["ddp", "diloco@16", "ddp_bf16_by_speed", "local_sgd_by_speed@16"]),
     st.lists(st.sampled_from([1.0, 0.5, 0.3, 0.25, 0.125]), min_size=2, max_size=6),
     st.integers(1, 10_000),
 )
 def test_workers_that_wait_for_one_another_meet_equally_often(row, speeds, samples):
-    workers = plans(row, speeds, samples)
+    name = RowName.parse(row)
+    how = name.batch_sizes(8, speeds), name.periods(speeds), make_optimizer
+    workers = [RowPlan(rank, samples, 0, *how) for rank in range(len(speeds))]
     assert len({one.own_steps // one.period for one in workers}) == 1
     assert sum(one.share for one in workers) == pytest.approx(1.0)
     trained = [one.own_steps * one.batch_size for one in workers]
@@ -49,29 +46,24 @@ def test_workers_that_wait_for_one_another_meet_equally_often(row, speeds, sampl
 
 
 def test_gradients_are_those_of_the_plain_model_and_come_when_a_device_would_have_them(monkeypatch):
-    now_s = 100.0
-
-    def sleep(seconds: float) -> None:
-        nonlocal now_s
-        now_s += seconds
-
+    clock = Clock()
     task = make_task(SETTINGS)
     batch = next(iter(task.train_loader(0, 2, 0)))
     torch.manual_seed(0)
     plain = task.make_model()
     torch.manual_seed(0)
     timed = task.make_model()
-    compute = TimedCompute([*timed.blocks, timed], lambda: 0.9, lambda: now_s)
+    compute = TimedCompute([*timed.blocks, timed], lambda: 0.9, clock)
     there_s: dict[str, float] = {}
     for name, parameter in timed.named_parameters():
         parameter.register_post_accumulate_grad_hook(
-            lambda _, name=name: there_s.update({name: now_s - 100})
+            lambda _, name=name: there_s.update({name: clock.now_s})
         )
     task.loss(plain, batch).backward()
-    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", clock.sleep)
     compute.begin()
     loss = task.loss(timed, batch)
-    assert now_s - 100 == pytest.approx(0.3)
+    assert clock.now_s == pytest.approx(0.3)
     loss.backward()
     assert there_s["norm.weight"] == pytest.approx(0.5)
     assert there_s["blocks.1.project.weight"] == pytest.approx(0.7)
@@ -137,7 +129,7 @@ def test_a_timed_run_trains_the_budget_on_workers_of_unequal_speed(row):
 
 @pytest.mark.processes
 def test_a_run_in_namespaces_sends_over_their_links():
-    if (reason := missing("tc")) is not None:
+    if (reason := missing()) is not None:
         pytest.skip(reason)
     condition = Condition("a link", step_s=0.001, mbits_per_s=1_000_000)
     settings = replace(SETTINGS, row="local_sgd@2", condition=condition)

@@ -1,20 +1,21 @@
+"""Workers that are stopped, hang, are killed, or end without the average."""
+
+import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 from small_run import SmallRun
-from waiting import wait_until
+from waiting import FOR_EVER_S, wait_until
 
 from gossipdp import Monitor, Network, WorkerFailedError
 from gossipdp.launcher.environment import show_address
 from gossipdp.observe.board import JobStatus, StatusBoard
 from gossipdp.observe.status import StatusPoll
+from gossipdp.parallel.stats import Stats
 
 pytestmark = pytest.mark.processes
 
@@ -22,94 +23,68 @@ SILENCE_S = 1.0
 NUM_WORKERS = 4
 
 
-class Worker(SmallRun):
-    """One that looks at its protocol between steps, and notes when it first saw what."""
-
-    def __init__(self) -> None:
-        super().__init__(0.005, network=Network(timeout_s=SILENCE_S, start_timeout_s=60.0))
-        self.seen: dict[str, float] = {}
-
-    def step(self) -> None:
-        super().step()
-        for member in self.model._worker._protocol.membership.members():
-            self.note(f"{member.rank} {member.status.name}")
-
-    def note(self, event: str) -> None:
-        self.seen.setdefault(event, time.monotonic())
-
-    def train_until(self, is_time: Callable[[], object]) -> None:
-        wait_until(is_time, lambda: f"worker {self.rank} has seen {self.seen}", self.step)
-
-    def train_until_exchanged(self) -> None:
-        before = self.model.stats().exchanges
-        self.train_until(lambda: self.model.stats().exchanges > before)
-
-    def end(self) -> dict[str, Any]:
-        num_workers, stats = self.model.consolidate().world_size, self.model.stats()
-        notices = [msgspec.structs.asdict(notice) for notice in stats.noticed]
-        restarts = [member.restarts for member in self.model._worker.view()]
-        values = [value.tolist() for value in self.net.state_dict().values()]
-        found = {"seen": self.seen, "noticed": notices, "restarts": restarts, "values": values}
-        return found | {"rank": self.rank, "num_workers": num_workers}
+def small_run() -> SmallRun:
+    return SmallRun(0.005, network=Network(timeout_s=SILENCE_S, start_timeout_s=60.0))
 
 
-def stop_for_a_while(directory: Path) -> dict[str, Any]:
+def stop_for_a_while(directory: Path) -> tuple[Stats, list[int], list[list[float]]]:
     """Rank 1 stops itself; rank 0 lets it go on once it is lost to the others."""
-    worker = Worker()
-    (directory / f"pid-{worker.rank}").write_text(str(os.getpid()))
-    if worker.rank == 1:
-        worker.train_until_exchanged()
-        worker.note("stops")
+    run = small_run()
+
+    def exchange() -> None:
+        before = run.model.stats().exchanges
+        wait_until(lambda: run.model.stats().exchanges > before, "an exchange", run.step)
+
+    (directory / f"pid-{run.rank}").write_text(str(os.getpid()))
+    if run.rank == 1:
+        exchange()
         os.kill(os.getpid(), signal.SIGSTOP)
-        worker.note("went on")
-        worker.train_until_exchanged()
-        worker.note("exchanged")
-        return worker.end()
-    worker.train_until(lambda: "1 DEAD" in worker.seen)
-    if worker.rank == 0:
-        worker.train_until_exchanged()
-        os.kill(int((directory / "pid-1").read_text()), signal.SIGCONT)
-    worker.train_until(
-        lambda: (1, "answered") in [(each.rank, each.kind) for each in worker.model.stats().noticed]
-    )
-    return worker.end()
+        exchange()
+    else:
+        wait_until(lambda: "lost" in run.noticed(), "worker 1 is lost", run.step)
+        if run.rank == 0:
+            exchange()
+            os.kill(int((directory / "pid-1").read_text()), signal.SIGCONT)
+        wait_until(lambda: "answered" in run.noticed(), "worker 1 answers again", run.step)
+    assert run.model.consolidate().world_size == 3
+    restarts = [member.restarts for member in run.model._worker.view()]
+    return run.model.stats(), restarts, [value.tolist() for value in run.net.parameters()]
 
 
 def test_a_stopped_worker_is_noticed_and_takes_part_again_when_it_goes_on(workers, tmp_path):
     ends = workers(stop_for_a_while, 3, (tmp_path,))
-    for end in ends:
-        assert (end["num_workers"], end["values"]) == (3, ends[0]["values"])
-        if end["rank"] != 1:
-            assert end["seen"]["1 DEAD"] > ends[1]["seen"]["stops"]
-            # The same process: nobody restarted it. Its silence and its loss may be seen as one.
-            notices = [notice for notice in end["noticed"] if notice["rank"] == 1]
-            kinds = [notice["kind"] for notice in notices]
-            assert [kind for kind in kinds if kind != "silent"] == ["lost", "answered"]
-            assert notices[-1]["silent_s"] >= 0.9 * SILENCE_S
-        assert end["restarts"] == [0, 0, 0], "no other life began"
-    # It says of itself, once, that it was stopped, and loses none of the others, who were not.
-    stops = [each["silent_s"] for each in ends[1]["noticed"] if each["rank"] == 1]
-    assert len(set(stops)) == len(stops) >= 1
-    assert {each["kind"] for each in ends[1]["noticed"] if each["rank"] == 1} == {"stopped"}
-    assert min(stops) >= SILENCE_S
-    assert not [each for each in ends[1]["noticed"] if each["kind"] in ("lost", "restarted")]
-    assert ends[1]["seen"]["exchanged"] > ends[1]["seen"]["went on"]
+    for rank, (stats, restarts, values) in enumerate(ends):
+        assert values == ends[0][2]
+        assert restarts == [0, 0, 0], "no other life began"
+        of_it = [notice for notice in stats.noticed if notice.rank == 1]
+        if rank == 1:
+            # It says of itself, once, that it was stopped, and loses none of the others.
+            stops = [notice.silent_s for notice in of_it]
+            assert {notice.kind for notice in of_it} == {"stopped"}
+            assert len(set(stops)) == len(stops)
+            assert min(stops) >= SILENCE_S
+            assert not {"lost", "restarted"} & {notice.kind for notice in stats.noticed}
+        else:
+            # Its silence and its loss may be seen as one.
+            kinds = [notice.kind for notice in of_it if notice.kind != "silent"]
+            assert kinds == ["lost", "answered"]
+            assert of_it[-1].silent_s >= 0.9 * SILENCE_S
 
 
 def hang(directory: Path) -> list[list[float]] | None:
     """Hang in the training loop of rank 2, while its gossip thread beats."""
-    worker = Worker()
-    worker.train_until_exchanged()
-    if worker.rank == 2:
+    run = small_run()
+    wait_until(lambda: run.model.stats().exchanges > 0, "an exchange", run.step)
+    if run.rank == 2:
         ends = [directory / "end-0", directory / "end-1"]
         wait_until(lambda: all(path.exists() for path in ends), "the others have ended")
-        worker.model.close()
+        run.model.close()
         return None
     began_s = time.monotonic()
-    assert worker.model.consolidate(timeout_s=1.0).world_size == 2
+    assert run.model.consolidate(timeout_s=1.0).world_size == 2
     assert time.monotonic() >= began_s + 1.0
-    (directory / f"end-{worker.rank}").touch()
-    return [value.tolist() for value in worker.net.state_dict().values()]
+    (directory / f"end-{run.rank}").touch()
+    return [value.tolist() for value in run.net.parameters()]
 
 
 def test_consolidate_goes_on_without_a_training_loop_that_hangs(workers, tmp_path):
@@ -178,3 +153,60 @@ def test_one_address_shows_the_whole_job_and_the_others_the_death_of_its_worker(
     job = next(job for job in seen if job.num_answering == 3 and "lost" in states(job))
     assert (0, "lost") in [(notice.rank, notice.kind) for notice in job.notices]
     assert job.workers[0].gradient_steps > 0, "what it had done is still there"
+
+
+def logged(log: Path, budget: int | None = None) -> SmallRun:
+    """Return a run whose warnings go to ``log``."""
+    logging.getLogger("gossipdp").addHandler(logging.FileHandler(log / f"{os.getpid()}.log"))
+    return SmallRun(0.0, network=Network(timeout_s=FOR_EVER_S), budget_samples=budget)
+
+
+def said_in(log: Path) -> str:
+    """Return what all workers have said since the last call."""
+    said = ""
+    for path in log.glob("*.log"):
+        said += path.read_text()
+        path.unlink()
+    return said
+
+
+def forget(log: Path, saves: bool) -> None:
+    run = logged(log)
+    run.step()  # of its own: it may answer an exchange before
+    # Of each worker, since a budget might be used up by one; after it has given the other a state.
+    wait_until(lambda: run.model.stats().exchanges > 0, "an exchange", run.step)
+    with run.model.averaged():  # an evaluation
+        pass
+    if saves:
+        run.model.save_averaged(log / f"{run.rank}.pt")
+    if run.rank > 0:
+        wait_until(lambda: "lost" in run.noticed(), "worker 0 has ended")
+
+
+def test_a_forgotten_consolidate_is_said_once(workers, tmp_path):
+    workers(forget, 2, (tmp_path, False))
+    said = said_in(tmp_path)
+    assert said.count("ends without consolidate(): its module holds its own") == 1
+    assert "worker 0 ends" in said
+    workers(forget, 2, (tmp_path, True))
+    assert "ends without" not in said_in(tmp_path)
+
+
+def leave_the_others(log: Path, budget: int | None) -> None:
+    """End worker 1 without an average: early, or after worker 0 has called ``consolidate()``."""
+    run = logged(log, budget)
+    run.step()
+    if run.rank == 0:
+        if budget is not None:
+            wait_until(lambda: "lost" in run.noticed(), "worker 1 has ended")
+        run.model.consolidate()
+    elif budget is None:
+        wait_until(lambda: run.model._worker.view()[0].state == "done", "worker 0 waits for this")
+
+
+@pytest.mark.parametrize(("budget", "why"), [(None, "its module"), (1000, "the budget is not")])
+def test_one_that_leaves_without_the_average_is_told_so(workers, tmp_path, budget, why):
+    workers(leave_the_others, 2, (tmp_path, budget))
+    said = said_in(tmp_path)
+    assert said.count(f"worker 1 ends without consolidate(): {why}") == 1
+    assert said.count("ended without consolidate(), which every worker has to call") == 1

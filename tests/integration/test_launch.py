@@ -20,7 +20,7 @@ from gossipdp.errors import WorkerFailedError
 from gossipdp.launcher.environment import Environment
 from gossipdp.launcher.local import launch
 from gossipdp.launcher.rendezvous import Rendezvous, Settings
-from gossipdp.launcher.reports import Report, send_report
+from gossipdp.launcher.reports import Report, ReportChannel, send_report
 
 pytestmark = pytest.mark.processes
 
@@ -47,8 +47,7 @@ def test_without_a_launcher_workers_meet_beside_the_users_own_process_group(work
     assert {total for total, *_ in results} == {3.0}
     addresses = {rank: ("127.0.0.1", 1000 + rank) for rank in range(3)}
     assert all(found == addresses for _, found, _ in results)
-    (secret,) = {secret for *_, secret in results}
-    assert len(secret) == 32
+    assert [len(secret) for secret in {secret for *_, secret in results}] == [32]
 
 
 class Local:
@@ -115,14 +114,15 @@ def test_mistakes_are_told():
         launch(print, 1, (threading.Lock(),))
 
 
-def sockets_of_the_fork_server() -> list[str]:
-    files = Path(f"/proc/{os.getppid()}/fd")
-    return [link for link in map(os.readlink, files.iterdir()) if "socket" in link]
+def count_sockets_of_the_fork_server() -> int:
+    return sum("socket" in os.readlink(each) for each in Path(f"/proc/{os.getppid()}/fd").iterdir())
 
 
-def test_the_fork_server_holds_no_socket_but_its_own(workers):
-    (held,) = workers(sockets_of_the_fork_server, 1)
-    assert len(held) == 1
+def test_the_fork_server_holds_no_socket_but_its_own(workers, monkeypatch):
+    """Nor does the launcher hold the end of a channel that its worker has."""
+    ends, take = set[int](), ReportChannel.take
+    monkeypatch.setattr(ReportChannel, "take", lambda it: ends.add(it.sender.fileno()) or take(it))
+    assert (workers(count_sockets_of_the_fork_server, 1), ends) == ([1], {-1})
 
 
 def stay(directory: str) -> None:
@@ -163,8 +163,8 @@ def test_nothing_is_left_after_ctrl_c(workers, tmp_path):
 
 
 def test_a_last_checkpoint_that_could_not_be_saved_is_logged(workers, caplog):
-    assert workers(lambda: send_report(Report(unsaved="no room")), 1) == [True]
-    assert caplog.messages == ["worker 0: no room"]
+    assert workers(lambda: send_report(Report(unsaved="no room")), 2) == [True] * 2
+    assert caplog.messages == ["worker 0: no room", "worker 1: no room"]
 
 
 def calling(directory: Path, **options: Any) -> subprocess.Popen[bytes]:

@@ -49,12 +49,15 @@ def in_folder(make: Callable[[Path], TrainOptions], folder: Path) -> TrainOption
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("method", "num_workers"), [("a2cid2", 3), ("allreduce", 2)])
-def test_one_worker_of_several_tells_what_came_of_it(workers, method, num_workers, tmp_path):
+def test_the_command_trains_with_several_workers(method, num_workers, tmp_path):
     options = replace(in_folder(bytes_gpt, tmp_path), method=method, graph="complete")
-    outcomes = workers(train, num_workers, (options,))
-    assert [outcome is None for outcome in outcomes] == [False] + [True] * (num_workers - 1)
-    outcome = outcomes[0]
-    assert json.loads((tmp_path / "results.json").read_text()) == outcome
+    words = ["train", "bytes-gpt", "--workers", str(num_workers)]
+    for name, value in vars(options).items():
+        if value is not None and not isinstance(value, bool):
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    assert main(words) == 0
+    outcome = json.loads((tmp_path / "results.json").read_text())
+    assert outcome["num_workers"] == num_workers
     assert options.epochs * make_recipe(options).num_samples <= outcome["samples"]
     least, most = outcome["slowest_steps"], outcome["fastest_steps"]
     assert least <= outcome["samples"] / options.batch_size / num_workers <= most
@@ -66,20 +69,6 @@ def test_one_worker_of_several_tells_what_came_of_it(workers, method, num_worker
     net = recipe.make_model()
     net.load_state_dict(torch.load(options.directory / MODEL_FILE, weights_only=True))
     assert recipe.evaluate(net) == outcome["metric"]
-
-
-@pytest.mark.processes
-def test_the_command_starts_workers(workers, tmp_path):
-    options = in_folder(bytes_gpt, tmp_path)
-    words = ["train", "bytes-gpt", "--workers", "2"]
-    for name, value in vars(options).items():
-        if value is not None and not isinstance(value, bool):
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    assert main(words) == 0
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["num_workers"] == 2
-    assert results["samples"] >= make_recipe(options).num_samples
-    assert (options.directory / MODEL_FILE).exists()
 
 
 @pytest.mark.parametrize("make", [cifar10, imagenet, fashion_mnist])

@@ -21,7 +21,7 @@ from gossipdp.observe.log import RunLogWriter, worker_file
 rank = int(os.environ["RANK"])
 log = RunLogWriter(worker_file(pathlib.Path(os.environ["GOSSIPDP_LOG_DIR"]), rank))
 log.start(rank=rank, num_workers=2, configuration={})
-send_report(Report(begins=True))
+send_report(Report(begins=True, unsaved="no room"))
 if os.environ["RANK"] == "1":
     open(sys.argv[1], "w").close()
 while not os.path.exists(sys.argv[1]):
@@ -48,9 +48,9 @@ def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(
     assert done.stderr.startswith("gossipdp: starting 2 workers; importing torch takes")
     assert (done.returncode, sorted(done.stdout.splitlines())) == (1, ["before", "went on"])
     assert "gossipdp: worker 0 ended with exit code 1; the others go on" in done.stderr
-    traceback, _, last = done.stderr.rpartition("gossipdp: ")
+    traceback, _, last = done.stderr.rpartition("gossipdp: at the end: worker 0 ")
     assert traceback.count("ValueError: no good") == 1
-    assert last == "at the end: worker 0 ended with exit code 1\n"
+    assert last == "ended with exit code 1\n" + (2 * "gossipdp: worker {}: no room\n").format(0, 1)
     # The report says how it ended: the process itself could not.
     workers = RunLog.read(Path(logs)).workers
     assert [each.reason for each in workers[0].process_ends] == ["ended with exit code 1"]

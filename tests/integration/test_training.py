@@ -14,8 +14,9 @@ from threadpoolctl import threadpool_limits
 from torch import nn
 from waiting import wait_until
 
-from gossipdp import GossipDataParallel, Network
+from gossipdp import Checkpoints, GossipDataParallel, Network
 from gossipdp.links.clock import since_boot_s
+from gossipdp.parallel.checkpoint import saved_in
 
 pytestmark = pytest.mark.processes
 
@@ -115,6 +116,26 @@ def wait_for_all(model: GossipDataParallel) -> None:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     dist.barrier()
+
+
+def end_a_run(directory: str) -> Any:
+    """Train, unless the run had ended, and return the average and what the end says."""
+    net = three_chunks()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    model = GossipDataParallel(net, optimizer, checkpoints=Checkpoints(directory, resume="auto"))
+    if model._worker.resumption is None:
+        train(model, optimizer, 5 + model.rank)
+    end = model.consolidate()
+    return flat(net), (end.world_size, end.samples, end.gradient_steps_by_rank)
+
+
+def test_a_finished_run_started_again_holds_exactly_its_average_and_counts(workers, tmp_path):
+    """Three of them: a sum of three equal numbers, divided by three, is often not that number."""
+    firsts, again = (workers(end_a_run, 3, (str(tmp_path),)) for _ in range(2))
+    assert {rank: len(kept) for rank, kept in saved_in(tmp_path).items()} == {0: 1, 1: 1, 2: 1}
+    for average, end in [*firsts, *again]:
+        assert torch.equal(average, firsts[0][0])
+        assert end == (3, 32 * (5 + 6 + 7), {0: 5, 1: 6, 2: 7})
 
 
 def os_threads() -> int:

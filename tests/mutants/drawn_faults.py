@@ -5,8 +5,6 @@ by a seed. A fault never touches a docstring, an annotation, a decorator, an ``a
 type checkers, a ``__repr__``, or a message: an f-string, arguments of a ``raise``, a logger's call.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import re

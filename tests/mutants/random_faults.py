@@ -25,8 +25,6 @@ leave out code that is decorated or outside functions, and some run all tests fo
 swaps arguments, returns early, or drops a statement, a lock, a wait or a ``finally``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -4,8 +4,6 @@ The record lies in ``runs/mutants``. It is of one state of ``src``: after anothe
 anew. Of the tests only files that have changed are.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

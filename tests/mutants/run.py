@@ -16,8 +16,6 @@ of the tree, and its own tests are run there: it is killed if one of them fails.
 pass; if they cannot even be run, such as by an error at import, that is an error of the catalogue.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -3,8 +3,6 @@
 They are forked from a server that has imported torch and pytest, and nothing of the library.
 """
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import os

@@ -72,11 +72,9 @@ class Ending(FaultyNetwork):
         workers = make_workers(constants, seed=seed, num_chunks=num_chunks)
         for worker in workers.values():
             self.give_machine(worker)
-        this: Any = self  # it says what is averaged, too
         conditions = Conditions(self.latency_s, lambda *_: 0.01, lambda rank: 2 * LATEST_END_S)
-        detection_s = self.latency_s
         super().__init__(
-            workers, constants.edges, conditions, averaged=this, detection_s=detection_s
+            workers, constants.edges, conditions, averaged=self, detection_s=self.latency_s
         )
         for worker in workers.values():
             self.engine.at(self.draw_s(), partial(self.end_training, worker))
@@ -130,7 +128,6 @@ class Ending(FaultyNetwork):
         if isinstance(action, Commit):
             worker = self.workers[rank]
             attempt = worker.consolidation._attempt
-            assert attempt is not None
             self.note_epoch(attempt.begin)
             self.committed_in.append((attempt.epoch, action.origin))
             self.origins[worker] = action.origin

@@ -1,8 +1,7 @@
-"""Crashes, stalls, partitions, bad links and joiners, in the real protocol on a virtual clock."""
+"""Crashes, stalls, bad links and restarts: when each is known, and that nothing else follows."""
 
 from random import Random
 
-import networkx as nx
 import pytest
 from simulated_faults.network import FaultyNetwork
 
@@ -54,14 +53,10 @@ def exchanges(network: FaultyNetwork) -> dict[int, int]:
 
 
 def check_agreement_and_end(network: FaultyNetwork) -> None:
-    """All views of who lives are right, the graph is connected, all exchange, and all end."""
+    """All views of who lives are right, all exchange, and all end."""
     workers = running(network)
     live = tuple(sorted(workers))
     assert {worker.membership.live() for worker in workers.values()} == {live}
-    graph: nx.Graph[int] = nx.Graph()
-    graph.add_nodes_from(live)
-    graph.add_edges_from((a, b) for a, worker in workers.items() for b in worker.neighbours)
-    assert nx.is_connected(graph)
     assert len({worker.pairing.alpha_tilde for worker in workers.values()}) == 1
     before = exchanges(network)
     run_on(network, 12.0)
@@ -131,20 +126,6 @@ def test_a_firewall_between_two_workers_costs_that_edge_alone():
         network.done(rank)
     run_on(network, 12 * TIMEOUT_S)
     assert network.left.keys() == {0, 1, 2, 3, 4}
-
-
-@pytest.mark.parametrize("graph_name", ["ring", "star"])
-def test_both_halves_of_a_partition_go_on_and_merge(graph_name):
-    network = make_network(graph_name)
-    halves = [(0, 1, 2, 5), (3, 4, 6, 7)]
-    network.partition(halves, until=45.0)
-    network.engine.run(until=20.0)
-    assert all(network.workers[rank].membership.live() == half for half in halves for rank in half)
-    before = exchanges(network)
-    network.engine.run(until=44.0)
-    assert all(count > before[rank] for rank, count in exchanges(network).items())
-    network.engine.run(until=45.0 + 15.0)
-    check_agreement_and_end(network)
 
 
 @pytest.mark.parametrize("has_begun", [False, True])

@@ -17,39 +17,29 @@ from gossipdp_lab.simulate.population import Population, Training
 ID = ExchangeId(0, 0, 1)
 
 
-def make(*, momentum: bool = True) -> tuple[Ledger, Population]:
+def make_ledger() -> Ledger:
     start = torch.tensor([[1.0, 2.0], [5.0, -2.0], [0.0, 3.0]], dtype=torch.float64)
-    population = Population(start, 2, momentum=momentum)
-    phases = {rank: Phase(0.5, 1.0) for rank in range(3)}
+    population = Population(start, 2, momentum=True)
     training = Training(None, partial(torch.optim.SGD, lr=0.1), population)
-    return Ledger(training, phases), population
+    return Ledger(training, {rank: Phase(0.5, 1.0) for rank in range(3)})
 
 
-def begin(ledger: Ledger, alpha_tildes: tuple[float, float] = (0.8, 0.8)) -> list[object]:
-    return [
+def test_a_second_exchange_and_two_gains_in_one_are_noticed():
+    ledger = make_ledger()
+    first, second = (
         ledger.exchange_began(rank, Begin(1 - rank, ID, alpha_tilde), 1.0)
-        for rank, alpha_tilde in enumerate(alpha_tildes)
-    ]
-
-
-def test_two_gains_in_one_exchange_are_noticed():
-    ledger, _ = make()
-    first, second = begin(ledger, (0.8, 0.7))
+        for rank, alpha_tilde in enumerate((0.8, 0.7))
+    )
+    with pytest.raises(InvariantBroken, match="one exchange at a time"):
+        ledger.exchange_began(0, Begin(2, ExchangeId(2, 0, 1), 0.8), 1.1)
     ledger.data_arrived(0, ID, second, 1.1)
     with pytest.raises(InvariantBroken, match=r"an exchange conserves x \+ c/2"):
         ledger.data_arrived(1, ID, first, 1.2)
 
 
-def test_a_second_exchange_is_noticed():
-    ledger, _ = make()
-    begin(ledger)
-    with pytest.raises(InvariantBroken, match="one exchange at a time"):
-        ledger.exchange_began(0, Begin(2, ExchangeId(2, 0, 1), 0.8), 1.1)
-
-
 def test_a_row_that_changes_by_itself_is_noticed():
-    ledger, population = make()
-    population.x[2, 0] += 1e-6
+    ledger = make_ledger()
+    ledger.population.x[2, 0] += 1e-6
     with pytest.raises(InvariantBroken, match=r"the mean of x \+ c/2 is conserved"):
         ledger.check_sum(1.0)
 

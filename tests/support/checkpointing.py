@@ -6,6 +6,7 @@ They take the place of ``BackgroundWriter`` in :mod:`gossipdp.parallel.checkpoin
 import errno
 import os
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +19,6 @@ ONES = torch.ones(1, 3)
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    """Return an SGD of the trainable parameters of a module."""
     return torch.optim.SGD([each for each in module.parameters() if each.requires_grad], 0.1)
 
 
@@ -68,8 +68,10 @@ class WhenTold(AtOnce):
         self.open: list[tuple[Write, Future[Path]]] = []
 
     def begin(self, write: Write) -> "Future[Path]":
-        self.open.append((write, Future()))
-        return self.open[-1][1]
+        written: Future[Path] = Future()
+        written.result = partial(written.result, 0.0)  # whoever reads it has waited
+        self.open.append((write, written))
+        return written
 
     def finish(self) -> None:
         while self.open:

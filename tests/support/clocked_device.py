@@ -107,7 +107,6 @@ class ClockedDevice(QueuedDevice):
 
     @property
     def host(self) -> str:
-        """Return the calling thread as an actor."""
         return f"{self.stream}'s thread" if self._is_strict else "the host"
 
     @contextlib.contextmanager
@@ -191,7 +190,6 @@ class ClockedDevice(QueuedDevice):
         if not values.numel():
             return
         storage = self._storage(values)
-        assert storage is not None
         with self._turn:
             clock = self.clock(actor)
             start, last = values.data_ptr(), zip(values.shape, values.stride(), strict=True)
@@ -370,7 +368,9 @@ class _Watched(TorchDispatchMode):
             if kwargs.get("device") != torch.device("cpu"):
                 device.adopt(outcome)
             return outcome
-        for argument, given in _given(func, args, kwargs):
+        arguments = func._schema.arguments
+        named = [(each, kwargs[each.name]) for each in arguments if each.name in kwargs]
+        for argument, given in [*zip(arguments, args, strict=False), *named]:
             is_write = argument.alias_info is not None and argument.alias_info.is_write
             for each in tree_leaves(given):
                 if isinstance(each, Tensor) and device._storage(each) is not None:
@@ -388,10 +388,3 @@ class _Watched(TorchDispatchMode):
                     device.adopt(each)
                     device.access(stream, each, str(func), is_write=True)
         return outcome
-
-
-def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """Pair the arguments of an operation that were given with what its schema says of them."""
-    arguments = func._schema.arguments
-    named = ((each, kwargs[each.name]) for each in arguments if each.name in kwargs)
-    return [*zip(arguments, args, strict=False), *named]

@@ -43,13 +43,6 @@ def run_example(name: str, wrapper: str | None) -> dict[str, Any]:
     return {"accuracy": found.accuracy, **counts_of(attrgetter(wrapper)(found))}
 
 
-def digest(module: Any) -> str:
-    hashed = hashlib.sha256()
-    for value in module.state_dict().values():
-        hashed.update(value.detach().contiguous().numpy().tobytes())
-    return hashed.hexdigest()
-
-
 def save_under_transformers(folder: str) -> dict[str, Any]:
     """Train with accumulation; the workers share an output directory."""
     import torch
@@ -70,9 +63,11 @@ def save_under_transformers(folder: str) -> dict[str, Any]:
 
 
 def counts_of(model: Any) -> dict[str, Any]:
+    hashed = hashlib.sha256()
+    for value in model.module.state_dict().values():
+        hashed.update(value.detach().contiguous().numpy().tobytes())
     stats = model.stats()
-    state = digest(model.module)
-    return {"steps": stats.gradient_steps, "samples": stats.samples, "state": state}
+    return {"steps": stats.gradient_steps, "samples": stats.samples, "state": hashed.hexdigest()}
 
 
 def scaled(linear: Any) -> Any:

@@ -161,7 +161,6 @@ class World:
 
     def tls(self, rank: int, **changes: Any) -> Node:
         """As ``tcp``, with the run's certificate and key; ``tls=`` gives others."""
-        assert self._tls_directory is not None
         return self.tcp(rank, **{"tls": Tls(self._tls_directory), **changes})
 
     def shared(self, rank: int, num_bytes: int = 1 << 16, **changes: Any) -> Node:

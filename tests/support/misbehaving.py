@@ -92,67 +92,56 @@ def watch(
 ) -> Course:
     """Run an event; ``comm_rate`` None: the workers choose it."""
     live_graph = LiveGraph(Constants.of(build_graph(graph, num_workers), comm_rate or 1.0))
-    others = list(range(num_workers - 1))
-    until_s = event.begins_s + event.lasts_s + after_s
+    bad, what, others = event.rank, event.what, list(range(num_workers - 1))
+    ends_s = event.begins_s + event.lasts_s
 
     def run(constants: Constants) -> dict[int, list[int]]:
         workers = make_workers(
             constants, seed=seed, timeout_s=TIMEOUT_S, sets_own_rate=comm_rate is None
         )
-        return _counts(workers, constants, event, until_s, seed=seed)
+        random = Random(f"{seed} steps")
+        has_begun = set[int]()
+
+        def step_s(rank: int) -> float:
+            is_first = rank not in has_begun
+            has_begun.add(rank)
+            factor = float(what.removeprefix("slow ")) if rank == bad and what in SLOW else 1.0
+            seconds = random.uniform(0.9, 1.1) * factor * STEP_S
+            return ends_s if rank == bad and is_first and what == "first step" else seconds
+
+        def transfer_s(first: int, second: int) -> float:
+            is_on = event.begins_s <= network.engine.now < ends_s
+            is_bad = bad in (first, second) and what == "bad link" and is_on
+            return BAD_TRANSFER_S if is_bad else TRANSFER_S
+
+        network = FaultyNetwork(
+            workers, constants.edges, Conditions(lambda *_: LATENCY_S, transfer_s, step_s)
+        )
+
+        def tell(change: Callable[[WorkerProtocol, float], list[Action]]) -> None:
+            network.perform(bad, change(workers[bad], network.engine.now))
+
+        def come_back() -> None:
+            network.join(network.new_process(bad, 1000 + seed, others[0]))
+
+        changes: list[tuple[What, float, Callable[[], None]]] = [
+            ("stop", event.begins_s, lambda: network.stall(bad, event.lasts_s)),
+            ("kill", event.begins_s, lambda: network.crash(bad)),
+            ("kill", ends_s, come_back),
+            ("held", event.begins_s, lambda: tell(WorkerProtocol.hold)),
+            ("held", ends_s, lambda: tell(WorkerProtocol.release)),
+            ("poisoned", event.begins_s, lambda: tell(WorkerProtocol.poisoned)),
+        ]
+        for kind, at_s, change in changes:
+            if bad in workers and kind == what:
+                network.engine.at(at_s, change)
+        counts: dict[int, list[int]] = {rank: [] for rank in others}
+        for window in range(1, round((ends_s + after_s) / WINDOW_S) + 1):
+            network.engine.run(until=window * WINDOW_S)
+            for rank, windows in counts.items():
+                worker = network.workers[rank]
+                now = worker.exchanges_initiated + worker.exchanges_answered
+                windows.append(now - sum(windows))
+        return counts
 
     return Course(event, others, run(live_graph.original), run(live_graph.constants(others)))
-
-
-def _counts(
-    workers: dict[int, WorkerProtocol],
-    constants: Constants,
-    event: Event,
-    until_s: float,
-    *,
-    seed: int,
-) -> dict[int, list[int]]:
-    bad, what = event.rank, event.what
-    others = [rank for rank in workers if rank != bad]
-    random = Random(f"{seed} steps")
-    ends_s = event.begins_s + event.lasts_s
-    has_begun = set[int]()
-
-    def step_s(rank: int) -> float:
-        is_first = rank not in has_begun
-        has_begun.add(rank)
-        factor = float(what.removeprefix("slow ")) if rank == bad and what in SLOW else 1.0
-        seconds = random.uniform(0.9, 1.1) * factor * STEP_S
-        return ends_s if rank == bad and is_first and what == "first step" else seconds
-
-    def transfer_s(first: int, second: int) -> float:
-        is_on = event.begins_s <= network.engine.now < ends_s
-        is_bad = bad in (first, second) and what == "bad link" and is_on
-        return BAD_TRANSFER_S if is_bad else TRANSFER_S
-
-    network = FaultyNetwork(
-        workers, constants.edges, Conditions(lambda *_: LATENCY_S, transfer_s, step_s)
-    )
-
-    def tell(change: Callable[[WorkerProtocol, float], list[Action]]) -> None:
-        network.perform(bad, change(workers[bad], network.engine.now))
-
-    changes: list[tuple[What, float, Callable[[], None]]] = [
-        ("stop", event.begins_s, lambda: network.stall(bad, event.lasts_s)),
-        ("kill", event.begins_s, lambda: network.crash(bad)),
-        ("kill", ends_s, lambda: network.join(network.new_process(bad, 1000 + seed, others[0]))),
-        ("held", event.begins_s, lambda: tell(WorkerProtocol.hold)),
-        ("held", ends_s, lambda: tell(WorkerProtocol.release)),
-        ("poisoned", event.begins_s, lambda: tell(WorkerProtocol.poisoned)),
-    ]
-    for kind, at_s, change in changes:
-        if bad in workers and kind == what:
-            network.engine.at(at_s, change)
-    counts: dict[int, list[int]] = {rank: [] for rank in others}
-    for window in range(1, round(until_s / WINDOW_S) + 1):
-        network.engine.run(until=window * WINDOW_S)
-        for rank, windows in counts.items():
-            worker = network.workers[rank]
-            now = worker.exchanges_initiated + worker.exchanges_answered
-            windows.append(now - sum(windows))
-    return counts

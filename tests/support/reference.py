@@ -64,14 +64,11 @@ class MomentumState:
         return self.x + 0.5 * self.c
 
     def flow(self, eta: float, duration: float) -> Self:
-        """Flow for ``duration``."""
         s = torch.exp(torch.tensor(-2.0 * eta * duration, dtype=torch.float64))
         return type(self)(self.x + 0.5 * (1.0 - s) * self.c, s * self.c)
 
     def increment(self, step: Tensor) -> Self:
-        """Add one gradient step."""
         return type(self)(self.x + step, self.c)
 
     def exchange(self, delta: Tensor, alpha_tilde: float) -> Self:
-        """Apply one exchange, with ``delta`` = x_i - x_j."""
         return type(self)(self.x - 0.5 * delta, self.c - (alpha_tilde - 0.5) * delta)

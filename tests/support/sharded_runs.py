@@ -1,9 +1,7 @@
 """Programs of sharded replicas' processes in tests, and what each process saw."""
 
-import contextlib
 import math
 import os
-import select
 import signal
 import time
 from dataclasses import dataclass, field
@@ -12,6 +10,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from run_processes import wait_until_gone
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -51,7 +50,7 @@ def values(net: nn.Module) -> Tensor:
 
 
 def exchanged_by_hand(mesh: DeviceMesh, *, is_sharded: bool) -> Tensor:
-    """Return x and c after steps and exchanges of two replicas in a fixed order."""
+    """Return x after steps and exchanges of two replicas in a fixed order, and a flow from c."""
     replica, part = mesh.get_local_rank("replicate"), mesh.get_local_rank("shard")
     num_parts = mesh.size(1)
     net = make_net(replica, torch.float64)
@@ -77,17 +76,7 @@ def exchanged_by_hand(mesh: DeviceMesh, *, is_sharded: bool) -> Tensor:
             dist.all_gather(both, mine, group=partners)
             chunk.exchange(theta, mine, both[1 - replica], ALPHA_TILDE)
     flat.state.boundary(theta + 0.3)
-    momenta = flat.named([segment.copy()[1] for segment in flat.state.segments])
-    parameters = dict(net.named_parameters())
-    gathered = [values(net)]
-    for name in sorted(momenta):
-        parameter, momentum = parameters[name].detach(), momenta[name]
-        if isinstance(parameter, DTensor):
-            layout = parameter.device_mesh, parameter.placements
-            size: dict[str, Any] = {"shape": parameter.shape, "stride": parameter.stride()}
-            momentum = DTensor.from_local(momentum.contiguous(), *layout, run_check=False, **size)
-        gathered.append(whole(momentum).flatten())
-    return torch.cat(gathered)
+    return values(net)
 
 
 @dataclass
@@ -311,9 +300,8 @@ class SlowToSave:
     path: Path
 
     def state_dict(self) -> dict[str, Any]:
-        # FileNotFoundError: it is asked for its state where it is named. The other: it has ended.
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            select.select([os.pidfd_open(int(self.path.read_text()))], [], [])
+        if self.path.exists():  # not yet where it is named
+            wait_until_gone([int(self.path.read_text())])
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...

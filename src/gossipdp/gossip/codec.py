@@ -129,7 +129,7 @@ class Codec:
         self._is_on_device, self._has_loops = state.device.is_queued, False
         self._most_window = max(form.window for form in self.forms.values())
         chunks = state.chunks + state.moment_chunks
-        most = max((max(c.x.nbytes, c.pending.nbytes) for c in chunks), default=1)
+        most = max((chunk.x.nbytes for chunk in chunks), default=1)
         self._slot_bytes = -(-most // PAGE_BYTES) * PAGE_BYTES
         num_bytes = (self._most_window + 1) * self._slot_bytes
         if allocate is None:
@@ -138,7 +138,6 @@ class Codec:
         self._allocate = partial(allocate, num_bytes)
         self._memory = memoryview(b"")
         self._slot_of: dict[int, int] = {}
-        self._theta = self._gain = 0.0
         self._renew()
         coded = [chunk for chunk in state.chunks if True in self.forms and _fits_code(chunk)]
         most = max((chunk.num_elements for chunk in state.moment_chunks), default=0)

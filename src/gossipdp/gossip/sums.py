@@ -36,7 +36,7 @@ from gossipdp.protocol.actions import (
 from gossipdp.protocol.messages import Epoch
 from gossipdp.protocol.worker import Action, WorkerProtocol
 
-MAX_QUEUED_CHUNKS = 4
+MAX_QUEUED_CHUNKS, MAX_WAITING_CHUNKS = 4, 1024  # if a peer that lies wants more, the oldest go
 BUSY_S = 0.01
 
 
@@ -126,7 +126,7 @@ class Sums:
         """Do one action of a sum, or keep it for :meth:`pump`."""
         match action:
             case SendPartial(peer=peer) | SendResult(peer=peer):
-                self._queues.setdefault(peer, deque()).append(action)
+                self._queues.setdefault(peer, deque(maxlen=MAX_WAITING_CHUNKS)).append(action)
             case FinishChunk():
                 self._to_finish.append(action)
             case Forget(epoch=epoch, before=None):
@@ -166,8 +166,8 @@ class Sums:
 
     def link_lost(self, peer: int) -> None:
         """Forget the chunks to and from ``peer``; the protocol asks for them again."""
-        self._queues.pop(peer, None)
-        self._rooms.pop(peer, None)
+        for table in (self._queues, self._rooms, self._leaving, self._coming):
+            table.pop(peer, None)
 
     def pump(self) -> bool:
         """Divide and send, as far as the links' queues are short; return whether work is left."""

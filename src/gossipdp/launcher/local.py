@@ -400,7 +400,7 @@ class Spares:
         own = json.dumps(dict(variables.items() - self._variables.items())).encode()
         while self._waiting:
             spare = self._waiting.pop(0)
-            if spare.poll() is None and spare.tell(own):
+            if spare.tell(own):  # it lives
                 return spare
             spare.discard()
         return ScriptWorker([sys.executable, *self._script], variables)

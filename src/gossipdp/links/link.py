@@ -39,8 +39,9 @@ GRACE_AFTER_LOSS_S = 0.2
 # the two would otherwise dial each other without a pause.
 BETWEEN_LINKS_S = 0.25
 # Chunks leave in portions: smaller ones would wake the gossip thread, and the peer's, too often. A
-# portion is 10 ms' worth or 32 KiB, whichever is more, but no more than a quarter of a second's.
-PORTION_S, LONGEST_PORTION_S = 0.01, 0.25
+# portion is 10 ms' worth or 32 KiB, whichever is more, but no more than a tenth of a second's or
+# 1500 bytes: an exchange that waits longer for one may count as standing still (SHORTEST_GAP_S).
+PORTION_S, LONGEST_PORTION_S = 0.01, 0.1
 PORTION_BYTES = 32 << 10
 LEAST_PORTION_BYTES = 1500
 # The portions that may be saved up, so that a thread that wakes late loses little.

@@ -142,7 +142,11 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             if not self._closed:
                 self._read()
             if not self._closed:
-                self._expire()
+                now = self.clock()
+                for opening in list(self._openings):  # all have as much time: the oldest first
+                    if opening.deadline_s > now:
+                        break
+                    self._end(opening, f"no handshake within {HANDSHAKE_TIMEOUT_S:g} s")
                 # Acknowledgements that are owed may yet ride on the caller's next frames.
                 self._write(acknowledge=False)
                 self._tell()
@@ -335,14 +339,6 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         accepted = self._accepted()
         if accepted:
             self._end(min(accepted, key=lambda opening: opening.trust_level), reason)
-
-    def _expire(self) -> None:
-        """Give up the openings whose time is over; all have as much, so the oldest come first."""
-        now = self.clock()
-        for opening in list(self._openings):
-            if opening.deadline_s > now:
-                break
-            self._end(opening, f"no handshake within {HANDSHAKE_TIMEOUT_S:g} s")
 
     def _advance(self, opening: Opening) -> None:
         """Carry an opening as far as it goes without waiting."""

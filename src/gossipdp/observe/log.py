@@ -218,10 +218,7 @@ class RunLogWriter:
         self._file.truncate(before.num_bytes if before is not None else 0)
         self._position = self._file.seek(0, os.SEEK_END)
         self._interval_s, self._clock, self._date = interval_s, clock, date
-        self._run_id = run_id
-        self.started_s = self._recorded_s = clock()
-        """The worker's first start, by ``clock``: the zero of all times in the records."""
-        self._is_failing = False
+        self._run_id, self._is_failing = run_id, False
 
     def wait_s(self) -> float:
         """Return the time until a ``counts`` record is due; not positive if it is due."""

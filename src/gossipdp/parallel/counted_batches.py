@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 import math
+import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -54,14 +55,21 @@ class CountedBatches:
         self._is_repeat = self._may_repeat = False
         self._is_closed = self._is_looked_at = False
         self._counted = self._all_counted = 0
+        self._asker = self._maker = threading.get_ident()  # of batches, and of this
         self._rounds_since_step: float = 0
         # The first two count the calls of epochs() that are over. The third is of the last call,
         # which may be under way or broken off.
         self._epochs_before = self._samples_before = self._num_epochs = 0
-        self._forwarded: list[weakref.ref[Tensor]] = []  # inputs of a step's forward passes
+        self._forwarded: list[tuple[weakref.ref[Tensor], int]] = []  # the inputs of a step's passes
 
     def take_counted(self) -> int:
         """Return the samples of the step that has just ended."""
+        here = self._maker, threading.get_ident()  # which a step in a backward pass may not share
+        if self._checkpointer.is_within_batches and self._asker not in here:
+            raise RuntimeError(
+                "another thread than that of optimizer.step() asks for batches, in the middle of a "
+                "step: loop over them in the thread that steps, and let the loader prefetch"
+            )
         counted, self._counted = self._samples_per_step or self._counted, 0
         self._all_counted += counted
         self._rounds_since_step = min(0, self._rounds_since_step)
@@ -95,10 +103,13 @@ class CountedBatches:
         is_counted = self._checkpointer.is_within_batches or self._is_repeat
         if self._samples_per_step is not None or is_counted or self._is_closed:
             return
-        if path := _path(batch):
-            if self._may_repeat and any(each() is path[-1] for each in self._forwarded):
+        if path := _path(batch):  # each pass may make a view of its own
+            first, base = path[-1], path[-1]._base
+            whole, place = first if base is None else base, first.storage_offset()
+            seen = (at for each, at in self._forwarded if each() is whole)
+            if self._may_repeat and place in seen:
                 return
-            self._forwarded.append(weakref.ref(path[-1]))
+            self._forwarded.append((weakref.ref(whole), place))
         self._counted += _batch_size(batch, self._batch_dim) or 0
 
     def counting_once(self, closure: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,8 +160,7 @@ class CountedBatches:
 
         def epochs() -> Iterator[tuple[int, Iterator[Batch]]]:
             with self._checkpointer.of_batches():
-                passes = self._passes(loader)
-                epoch = -1
+                passes, epoch = self._passes(loader), -1
                 while not self._has_ended(budget):
                     self._check_open()
                     epoch = max(epoch + 1, (self._worker.total_samples() - samples_before) // size)
@@ -201,10 +211,9 @@ class CountedBatches:
     def _say_if_ended(self, loop: str) -> None:
         if not self.finished:
             return
+        why = f"the workers have trained on {self._worker.total_samples()} samples already"
         if self._worker.known().is_stopped:
             why = "model.stop() has ended the run"
-        else:
-            why = f"the workers have trained on {self._worker.total_samples()} samples already"
         logger.warning("%s yields nothing: %s", loop, why, extra=OF_RUN)
 
     def _has_ended(self, samples: float) -> bool:
@@ -214,6 +223,7 @@ class CountedBatches:
         while not self._has_ended(samples):
             self._check_open()
             self._count_round()
+            self._asker = threading.get_ident()
             yield next(passes)
             if self._worker.has_stepped and not self._is_closed:  # else the first is half way
                 self._checkpointer.take_due()

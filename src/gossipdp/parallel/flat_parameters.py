@@ -367,12 +367,8 @@ class FlatParameters:
 
     def named(self, flats: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """Map each name to its view of ``flats``, which are of the same layout or None."""
-        named = {}
-        for view in self._views:
-            flat = flats[view.segment]
-            if flat is not None:
-                named[view.name] = view.of(flat)
-        return named
+        places = ((view, flats[view.segment]) for view in self._views)
+        return {view.name: view.of(flat) for view, flat in places if flat is not None}
 
     def tensors(self, theta: float) -> dict[str, Tensor]:
         """Copy x (with what is pending) and c at the phase ``theta``, by name, for a checkpoint.

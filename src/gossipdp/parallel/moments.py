@@ -106,7 +106,7 @@ def moments_due(moments: Sequence[Moment], *, is_default: bool) -> MomentsDue | 
     """
     if not moments:
         return None
-    forgotten = max(1.0 - min(each.decay for each in moments), 1e-9)
+    forgotten = 1.0 - min(each.decay for each in moments)
     num_steps = SHARE_OF_MEMORY / forgotten if is_default else math.inf
     return MomentsDue({each.period for each in moments}, num_steps)
 

@@ -86,8 +86,18 @@ class OptimizerWatch:
         self._num_kept = num_kept
         after = self._values()
         before, self._before = self._before or after, {}
-        if before is not after:
-            self._warn_if_unmoved(before, after)
+        if before is not after and all(  # to write equal values, as at rate 0, is fine
+            parameter._version == self._versions[name] and torch.equal(after[name], before[name])
+            for name, parameter in self._parameters.items()
+        ):
+            logger.warning(
+                "the first step of the %s changed no parameter. Either no gradient was there: call "
+                "backward() before step(); or it writes to memory that it took from the parameters "
+                "before they were wrapped, which moves them: let it look at the parameters "
+                "(the parameter, and not its storage) in each step",
+                type(self._optimizer).__name__,
+                extra=OF_RUN,
+            )
         self._find_copy(before, after)
 
     def _warn_of_memory(self) -> None:
@@ -108,21 +118,6 @@ class OptimizerWatch:
             extra=OF_RUN,
         )
 
-    def _warn_if_unmoved(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-        """Warn if the step wrote to no parameter; to write equal values, as at rate 0, is fine."""
-        if all(
-            parameter._version == self._versions[name] and torch.equal(after[name], before[name])
-            for name, parameter in self._parameters.items()
-        ):
-            logger.warning(
-                "the first step of the %s changed no parameter. Either no gradient was there: call "
-                "backward() before step(); or it writes to memory that it took from the parameters "
-                "before they were wrapped, which moves them: let it look at the parameters "
-                "(the parameter, and not its storage) in each step",
-                type(self._optimizer).__name__,
-                extra=OF_RUN,
-            )
-
     def _find_copy(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
         groups = self._optimizer.param_groups
         decay = max(float(group.get("weight_decay") or 0.0) for group in groups)
@@ -141,7 +136,6 @@ class OptimizerWatch:
             for name in by_size.get(tensor.numel(), ()):
                 if owner in (None, name) and _is_between(_sample(tensor), *telling[name]):
                     self._refuse_copy(key, name)
-                    return
 
     def _kept(self) -> Iterator[tuple[str, str | None, Tensor]]:
         """Yield each tensor that the optimizer holds: its name, and of which parameter it is."""

@@ -50,7 +50,7 @@ DTYPES = {
     "C64": torch.complex64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Mark:

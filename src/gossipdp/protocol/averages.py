@@ -135,7 +135,6 @@ class LiveAverages:
                 self._forget(message.epoch.leader)  # all has arrived
             case PullPartials(start=start) if peer == request.sum.parent:
                 self._actions.append(Forget(message.epoch, start))
-                request.sum.moved(peer)
                 request.sum.receive(peer, message)
             case Progressed() | Stalled():
                 request.sum.receive(peer, message)

@@ -522,7 +522,7 @@ class Consolidation:
             attempt.sum.moved(peer)
         pull.start = start
         pull.next = max(pull.next, start)
-        pull.stop = max(pull.stop, min(message.stop, self.total_chunks))
+        pull.stop = max(pull.stop, min(message.stop, start + WINDOW, self.total_chunks))
 
     def _repeat(self, attempt: _Attempt, peer: int) -> None:
         if attempt.is_refused:

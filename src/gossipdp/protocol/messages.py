@@ -25,7 +25,7 @@ Counter = Annotated[int, Meta(ge=0, le=2**62)]
 Gain = Annotated[float, Meta(ge=0.5, le=1e9)]
 MAX_DISTANCE2 = 1e300
 Distance2 = Annotated[float, Meta(ge=0.0, le=MAX_DISTANCE2)]
-Reason = Annotated[str, Meta(max_length=1000)]
+Reason = Annotated[str, Meta(max_length=200)]
 Process: TypeAlias = tuple[Rank, ProcessId]
 """(rank, process id): the holder of inputs and promises, whatever its incarnation."""
 

@@ -67,7 +67,6 @@ _Inner: TypeAlias = PairingAction | ReductionAction | DetectorAction | Send[Memb
 """The parts' actions, before messages are wrapped."""
 _Given = ParamSpec("_Given")
 
-LOOKS_PER_TIMEOUT = 4
 OWED, MOST_OWED, MOST_AHEAD = 6.0, 12.0, 12.0
 """A tick is two demands if a worker has had so many exchanges less than are due by its steps."""
 MAX_DEFERRED = 256
@@ -161,7 +160,7 @@ class WorkerProtocol:
             self.membership, self.peers, self.neighbourhood, self._detector, timeout_s
         )
         self._reviewed: int | None = None
-        self._tick_at = -math.inf  # of sums
+        self._tick_at = -math.inf  # of sums; a worker looks at its clock then, too
         self._waits, self._waits_until = True, math.inf  # for those that still train
         self._moving: dict[Epoch, set[int]] = {}
         self._deferred: deque[tuple[int, ConsolidationMessage | ReductionMessage]] = deque(
@@ -295,19 +294,19 @@ class WorkerProtocol:
         self.progress.merge_all(envelope.progress, now)
         self.membership.merge_all(envelope.members)
         message = envelope.message
-        if isinstance(message, Propose | Free):
-            self.peers.says(peer, is_closed=False)
-        elif isinstance(message, Accept | Busy):
+        if isinstance(message, Accept | Busy):
             state = self.pairing.state
             in_time = isinstance(state, Proposing) and state.id == message.id
             self.peers.answered(peer, message.id, now, in_time=in_time)
+        if isinstance(message, Propose | Free | Busy):
+            self.peers.says(peer, is_closed=isinstance(message, Busy) and message.is_closed)
         actions += [*self._review_members(now), *self._set_available(now)]
         try:
             actions += self._take(peer, message, now)
         except ProtocolError as error:
             return [*actions, *self._unlinked([Unlink(peer, str(error))])]
-        if isinstance(message, Accept | Busy):  # not before: CANCEL goes before a new proposal
-            self.peers.says(peer, is_closed=isinstance(message, Busy) and message.is_closed)
+        if isinstance(message, Accept):  # not before: CANCEL goes before a new proposal
+            self.peers.says(peer, is_closed=False)
         return actions
 
     def _take(self, peer: int, message: Message, now: float) -> Sequence[_Inner]:
@@ -462,7 +461,7 @@ class WorkerProtocol:
         if self._affords_another_at(now) <= now:
             actions += self._open("spent", now)
         actions += [*self._ticks(now), *self._detector.poll(now)]
-        if now >= self._tick_at and (self.is_done or not self.averages.is_idle):
+        if now >= self._tick_at:
             self._tick_at = now + self.timeout_s / TICKS_PER_TIMEOUT
             actions += self.averages.tick(self.peers.live, self._moving)
             if self.is_done:
@@ -477,7 +476,7 @@ class WorkerProtocol:
         """Return when :meth:`poll` must be called if nothing else happens before; perhaps now."""
         return min(
             self._quiet_until,
-            self._last_input + self.timeout_s / LOOKS_PER_TIMEOUT,
+            self._tick_at,
             self._detector.next_deadline(),
             self.neighbourhood.next_deadline(),
             self._waits_end_at(),
@@ -544,6 +543,7 @@ class WorkerProtocol:
             return
         self._presence.slept(since, now)
         self._progressed_at = now
+        self._tick_at += slept_s
         self._began_at += slept_s
         self._waits_until += slept_s
         self._proposal_due = self._free_due = now + self.timeout_s

@@ -16,7 +16,7 @@ from gossipdp.dynamics.state import Segment, State
 from gossipdp.gossip.sums import Outcome
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp_lab.simulate.population import Population
-from simulated_faults.rows import put
+from simulated_faults.ledger import put
 
 Frame: TypeAlias = tuple[FrameType, ChunkKey, bytes]
 """A chunk on its way."""

@@ -245,7 +245,6 @@ class Invariants:
                 worker = self._network.workers[rank]
                 view = worker.membership.live()
                 self._expect(view == tuple(live), "views converge", rank, f"{view}, not {live}")
-                assert graph is not None
                 follows = worker.neighbourhood.place.rates == graph.neighbours(rank)
                 details = f"neighbours {sorted(worker.neighbours)}"
                 self._expect(follows, "all follow one graph", rank, details)

@@ -12,8 +12,8 @@ from gossipdp.dynamics.phase import Phase
 from gossipdp.protocol.actions import Begin, Rebuilt
 from gossipdp.protocol.messages import ExchangeId
 from gossipdp_lab.simulate.links import CarriedRows
-from gossipdp_lab.simulate.population import Training
-from simulated_faults.rows import FaultyPayload, put
+from gossipdp_lab.simulate.network import Payload
+from gossipdp_lab.simulate.population import Population, Training
 
 Row = NDArray[np.float64]
 
@@ -31,6 +31,27 @@ class InvariantBroken(AssertionError):
     def __init__(self, invariant: str, details: str) -> None:
         super().__init__(f"{invariant}: {details}")
         self.invariant = invariant
+
+
+class FaultyPayload(Payload):
+    """Nothing, as of any network, and nothing changes by what faults bring."""
+
+    def rebuilt(self, rank: int, graph: Rebuilt, now_s: float) -> None:
+        """``rank`` follows a new graph, with another speed of its phase."""
+
+    def took_over(self, rank: int, peer: int, now_s: float) -> None:
+        """``rank``, in no exchange, holds x + c/2 of ``peer`` now, with c = 0."""
+
+
+def put(population: Population, rank: int, row: torch.Tensor) -> None:
+    """Give one worker another row, and no momentum; its change is no drift."""
+    trained = population.num_trained
+    population.expected_sum -= population.x[rank, :trained].double()
+    if population.c is not None:
+        population.expected_sum -= 0.5 * population.c[rank].double()
+        population.c[rank].zero_()
+    population.x[rank].copy_(row)
+    population.expected_sum += row[:trained].double()
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from gossipdp.protocol.worker import Action, WorkerProtocol
 from gossipdp_lab.simulate.network import Conditions, Exchange, VirtualNetwork, Wire
 from simulated_faults.averaged_rows import AveragedRows, Frame, Links, SimulatedLink, no_parameters
 from simulated_faults.invariants import ProtocolChecks
-from simulated_faults.rows import FaultyPayload
+from simulated_faults.ledger import FaultyPayload
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 10.0
 RECONNECT_S = 0.2
@@ -515,12 +515,10 @@ class FaultyNetwork(VirtualNetwork):
         self.engine.at(arrives, partial(self._chunk_arrived, wire, rank, peer, frame))
 
     def _begin_chunk(self, wire: Wire, rank: int, peer: int) -> None:
-        assert self._chunk_s is not None
         self._moving.update([("from", rank), ("to", peer)])
         link, (frame_type, key, _) = self._link(peer, rank), self._queues[wire, rank][0]
         if link is not None:
-            sums: Any = self._sums(peer)
-            sums.landing(link, frame_type, key)  # its header comes first
+            self._sums(peer).landing(link, frame_type, key)  # its header comes first
         leaves_s = self._moving["from", rank] * self._chunk_s(rank)
         arrives_s = self._moving["to", peer] * self._chunk_s(peer)
         self._move_chunk(wire, rank, peer, max(leaves_s, arrives_s))
@@ -548,7 +546,7 @@ class FaultyNetwork(VirtualNetwork):
         link, (frame_type, key, data) = self._link(peer, rank), frame
         if link is None or self.wire(rank, peer) is not wire:
             return
-        sums: Any = self._sums(peer)
+        sums = self._sums(peer)
         room = sums.landing(link, frame_type, key)
         if room is not None:
             link.chunk_bytes_received[frame_type] += len(data)

@@ -50,7 +50,6 @@ class Outcome:
     broken: str
     details: str
     digest: str
-    num_exchanges: int
     num_torn: int
     num_taken_over: int
     num_consolidated: int
@@ -70,7 +69,7 @@ def run_schedule(
         run.end()
     except InvariantBroken as error:
         broken, details = error.invariant, str(error)
-    counts = run.num_exchanges, run.ledger.num_torn, len(run.took_over), len(run.left)
+    counts = run.ledger.num_torn, len(run.took_over), len(run.left)
     return Outcome(broken, details, run.digest(), *counts)
 
 
@@ -101,7 +100,11 @@ class _Run(FaultyNetwork):
         training = Training(begun, partial(torch.optim.SGD, lr=0.1), self.population)
         self.ledger = Ledger(training, self.phases)
         self.averaged = AveragedRows(self.population, NUM_CHUNKS)
-        longest_s = _longest_hunger_s(schedule)
+        # How long a demand may wait: for silence to be noticed, and for the turn of a busy hub that
+        # draws whom it serves, so that a leaf may be passed over for several rounds of all.
+        turn_s = schedule.transfer_s + 3.0 * (schedule.latency_s + schedule.latency_jitter_s)
+        longest_s = 4.0 * schedule.timeout_s + 16.0 * schedule.step_s
+        longest_s += 8.0 * schedule.num_workers * turn_s
         self.invariants = Invariants(
             self, self.ledger, self.live_graph, step_s=schedule.step_s, longest_hunger_s=longest_s
         )
@@ -287,14 +290,3 @@ class _Run(FaultyNetwork):
     def _leave(self, worker: WorkerProtocol) -> None:
         if self.lives(worker):
             self.crash(worker.rank)
-
-
-def _longest_hunger_s(schedule: faults.FaultSchedule) -> float:
-    """Return how long a demand may wait, for silence to be noticed and for a busy hub's turn.
-
-    A saturated hub of policy ``available`` draws whom it serves, so that a leaf may be passed over
-    for several rounds of all.
-    """
-    turn_s = schedule.transfer_s + 3.0 * (schedule.latency_s + schedule.latency_jitter_s)
-    rounds_s = 8.0 * schedule.num_workers * turn_s
-    return 4.0 * schedule.timeout_s + 16.0 * schedule.step_s + rounds_s

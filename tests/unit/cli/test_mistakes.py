@@ -62,6 +62,10 @@ MISTAKES = [
     ("run --join a:1 train.py", "a run that was started without cannot be joined"),
     ("run --join a:1 --nnodes 2 train.py", "--join needs none of --nnodes, --node-rank"),
     ("run --join a --secret-file secret train.py", "--join is 'a'; write HOST:PORT"),
+    (
+        "run --join 127.0.0.1:1,[::1]:2 --secret-file secret train.py",
+        "no worker to join answers (127.0.0.1:1: [Errno 111] Connection refused; [::1]:2: ",
+    ),
     ("run -n 2 --secret-file nowhere train.py", "--secret-file nowhere cannot be read: No such"),
     ("run -n 2 --secret-file short train.py", "short has 4 bytes; give at least 16"),
     ("run -n 2 --status-port 65536 train.py", "--status-port is 65536; it must be in 0..65535"),

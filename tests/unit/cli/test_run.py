@@ -4,34 +4,18 @@ from pathlib import Path
 import pytest
 
 from gossipdp.cli.main import main
-from gossipdp.cli.run import RunArguments, _common_variables, _join_line, run, stopped_line
+from gossipdp.cli.run import RunArguments, _common_variables, _join_line, _plan, run, stopped_line
 from gossipdp.launcher import launch_plan, local
+from gossipdp.launcher.launch_plan import LaunchPlan
 
 TOLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> str:
-    (tmp_path / "secret").write_text("hush" * 4)
-    (tmp_path / "secret").chmod(0o600)
     path = tmp_path / "train.py"
     path.write_text("raise SystemExit(1)")
     return str(path)
-
-
-def test_no_worker_to_join_is_one_line(script, capsys, monkeypatch):
-    def ask(address: tuple[str, int], *others: object) -> str:
-        raise ConnectionRefusedError(111, "Connection refused")
-
-    monkeypatch.setattr(launch_plan, "_ask", ask)
-    secret = str(Path(script).parent / "secret")
-    words = ["--join", "10.0.0.1:1,[::1]:2", "--secret-file", secret]
-    assert main(["run", *words, script]) == 2
-    assert capsys.readouterr().err == (
-        "gossipdp: error: no worker to join answers (10.0.0.1:1: [Errno 111] Connection refused; "
-        "[::1]:2: [Errno 111] Connection refused); check that the run still goes on and that the "
-        "address is one of its workers'\n"
-    )
 
 
 def test_the_line_on_joining_names_all_that_a_joiner_needs():
@@ -62,6 +46,12 @@ def test_the_line_on_a_stop_says_who_saved_which_steps(steps, num_workers, has_e
     places = "a, b" if len(steps) > 1 else "b"
     whole = f'{line} it again with resume="auto" to go on from {places}' if steps else line
     assert stopped_line(saved, num_workers, has_ended=has_ended) == whole
+
+
+def test_a_host_of_several_meets_the_others_at_the_rendezvous():
+    place = {"rendezvous": "10.0.0.1:5", "host": "10.0.0.2", "nnodes": 3, "node_rank": 1}
+    plan = _plan(RunArguments(workers=2, **place), 2, None, 16 * "s")
+    assert plan == LaunchPlan.on_hosts(2, ("10.0.0.1", 5), 16 * "s", num_hosts=3, host_rank=1)
 
 
 @pytest.mark.parametrize("option", ["--nnodes", "--node-rank"])

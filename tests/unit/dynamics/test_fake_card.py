@@ -1,4 +1,4 @@
-"""Each operation on a device's tensors finds all of them there, and the host reads few numbers."""
+"""A device's tensors and chunks in all forms in which they travel; the host reads few numbers."""
 
 from collections.abc import Callable
 
@@ -7,21 +7,19 @@ import torch
 from fake_card import CARD
 
 from gossipdp.dynamics.chunks import Moment, Role
-from gossipdp.dynamics.device import AcceleratorDevice
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.gossip.codec import FORMATS, Codec
 from gossipdp.parallel.flat_parameters import chunk_bytes_for
 
-ON_CARD = pytest.mark.usefixtures("card")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
-def state_of(dtype: torch.dtype, *, has_momenta: bool) -> State:
+def state_of(dtype: torch.dtype) -> State:
     x = torch.zeros(40, dtype=dtype, device=CARD)
     moment = Moment("exp_avg_sq", 1, 0.5, steps=1)
     return State(
         [
-            Segment(x, Role.TRAINED, momentum=has_momenta, chunk_bytes=64),
+            Segment(x, Role.TRAINED, chunk_bytes=64),
             Segment(torch.zeros(5, dtype=dtype, device=CARD), Role.BUFFER),
             Segment(torch.zeros(5, dtype=dtype, device=CARD), Role.UNOPTIMIZED),
             Segment(torch.arange(3, device=CARD), Role.COPIED),
@@ -31,46 +29,10 @@ def state_of(dtype: torch.dtype, *, has_momenta: bool) -> State:
 
 
 @DTYPES
-@pytest.mark.parametrize("has_momenta", [False, True])
-@ON_CARD
-def test_events_of_chunks(dtype, has_momenta):
-    state = state_of(dtype, has_momenta=has_momenta)
-    assert isinstance(state.device, AcceleratorDevice)
-    state.compile()
-    assert state.kernels == "torch on the device"
-    for number, chunk in enumerate(state.carried([1])):
-        wide = chunk.pending.dtype  # of a coded chunk
-        for wire in {dtype, torch.bfloat16, wide}:
-            theta = 0.1 * number
-            mine, peers = (torch.zeros(chunk.num_elements, dtype=wire) for _ in range(2))
-            assert chunk.snapshot(theta, mine)
-            assert torch.equal(mine, torch.ones_like(mine))
-            chunk.boundary(theta + 0.02)
-            chunk.exchange(theta + 0.03, mine, peers, 1.5)
-    state.boundary(1.0, wait=True)
-    for segment in state.segments:
-        segment.copy(2.0)
-        segment.forget(1, 3)
-        segment.swap(segment.x.clone())
-    for chunk in state.all_chunks:
-        for place in ("cpu", CARD):
-            out = torch.empty(chunk.num_elements, dtype=chunk.x.dtype, device=place)
-            chunk.read(out)
-            chunk.read_z(out)
-            chunk.replace(out)
-        if chunk.role.is_averaged:  # a sum, in host memory
-            total = torch.empty(chunk.num_elements, dtype=chunk.pending.dtype)
-            chunk.read_z(total)
-            chunk.replace(total)
-    for chunk in state.chunks:
-        chunk.restored()
-
-
-@DTYPES
 @pytest.mark.parametrize("wire_format", FORMATS)
-@ON_CARD
+@pytest.mark.usefixtures("card")
 def test_each_form_in_which_chunks_travel(dtype, wire_format):
-    state = state_of(dtype, has_momenta=True)
+    state = state_of(dtype)
     codec = Codec(wire_format, state)
     decoded = []
     for _ in range(2):  # the first shows a code the distance
@@ -94,7 +56,7 @@ def test_each_form_in_which_chunks_travel(dtype, wire_format):
 
 @DTYPES
 def test_the_host_reads_few_numbers(card, dtype):
-    state = state_of(dtype, has_momenta=True)
+    state = state_of(dtype)
 
     def reads(use: Callable[..., object], *args: object) -> int:
         before = len(card.reads)

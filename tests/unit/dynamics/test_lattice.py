@@ -88,53 +88,20 @@ def test_within_reach_the_difference_of_the_points_is_exact(
         assert bool((error <= step).all())
 
 
-def test_one_value_beyond_reach_is_found_out():
-    exponents = torch.tensor([-3, -3], dtype=torch.int8)
-    y = torch.linspace(-5, 5, 2 * BLOCK)
-    for steps_off in (129, -129, 200, 255, 256, -256, 1000, 65536 * 256):
-        x = y.clone()
-        x[BLOCK + 17] += steps_off / 8
-        assert not code(x, y, exponents)[1], steps_off
-
-
 def test_the_weights_are_made_of_splitmix64_s_numbers():
     """Both ends need the same. These are the upper halves of the first three, as published."""
     upper = 0xE220A839, 0x6E789E6A, 0x06C45D18
     assert lattice.weights()[:3].tolist() == [(each | 1) - 2**31 for each in upper]
 
 
-@pytest.mark.parametrize("wraps", [(1, -1, -1, 1), (1, -2, 1), (1, -1), (256, -256)])
+@pytest.mark.parametrize("wraps", [(1,), (1, -1), (1, -2, 1), (1, -1, -1, 1), (256, -256)])
 def test_wraps_side_by_side_do_not_cancel(wraps):
-    """Neighbours of a block in turn: what weights of 2i + 1 miss."""
+    """One value beyond reach, and neighbours in turn, which weights of 2i + 1 miss."""
     exponents, y = torch.zeros(1, dtype=torch.int8), 3000 * torch.rand(BLOCK).round()
     for first in range(BLOCK - len(wraps) + 1):
         x = y.clone()
         x[first : first + len(wraps)] += 256 * torch.tensor(wraps)
         assert not code(x, y, exponents)[1], first
-
-
-@given(seed=st.integers(0, 2**32 - 1), num_wraps=st.sampled_from([4, 8, 64, 512]))
-@settings(max_examples=300, deadline=None)
-def test_many_wraps_are_found_out(seed, num_wraps):
-    generator = torch.Generator().manual_seed(seed)
-    places = torch.randperm(2 * BLOCK, generator=generator)[:num_wraps]
-    wraps = 2 * torch.randint(0, 2, (num_wraps,), generator=generator) - 1
-    y = torch.randint(-(2**20), 2**20, (2 * BLOCK,), generator=generator).float()
-    x = y.clone()
-    x[places] += 256.0 * wraps
-    assert not code(x, y, torch.zeros(2, dtype=torch.int8))[1]
-
-
-@pytest.mark.parametrize(("old", "x", "y"), [(0.5, 0.5, -0.5), (0.9, 1.0, 0.0), (0.1, 1.0, 0.0)])
-def test_a_weight_that_changes_after_all_agreed_is_found_out(old, x, y):
-    """The step is then the values' own rounding, and they are 2**24 steps apart or more."""
-    steps = LatticeSteps(1)
-    values = torch.full((BLOCK,), old)
-    for _ in range(60):
-        steps.learn(ALL, torch.zeros(1), values.abs().amax().view(1))
-    ours, theirs = values.clone(), values.clone()
-    ours[:7], theirs[:7] = x, y
-    assert not code(ours, theirs, steps.exponents())[1]
 
 
 def test_what_does_not_fit_is_said():
@@ -146,8 +113,8 @@ def test_what_does_not_fit_is_said():
     checksum, _, sizes = encoded(values, torch.tensor([-20, -100], dtype=torch.int8))
     assert checksum is None
     assert sizes.tolist() == [3.0, 3.0]
-    for bad in (torch.nan, torch.inf, -torch.inf):
-        values[BLOCK + 1] = bad
+    for place, bad in ((BLOCK, torch.nan), (BLOCK + 1, torch.inf), (-1, -torch.inf)):
+        values.fill_(3.0)[place] = bad
         checksum, _, sizes = encoded(values, fine)
         assert checksum is None
         assert sizes.isfinite().tolist() == [True, False]
@@ -243,9 +210,9 @@ def test_errors_of_squares_are_those_that_are_stated(seed, num_values, spread, s
 
 
 def test_the_levels_of_squares_are_evenly_rounded_and_the_largest_number_stays_finite():
-    values = torch.tensor([1.0, 1.0624, 1.0626, 1.125, 0.5, 0.0, 3.4e38])
+    values = torch.tensor([1.5, 1.0, 1.0624, 1.0626, 1.125, 0.5, 0.0, 3.4e38])
     assert there_and_back(values)[-2:].tolist() == [0.0, 2.0**127 * 1.75]
-    assert there_and_back(values[:-1]).tolist() == [1.0, 1.0, 1.125, 1.125, 0.5, 0.0]
+    assert there_and_back(values[:-1]).tolist() == [1.5, 1.0, 1.0, 1.125, 1.125, 0.5, 0.0]
 
 
 def test_a_hostile_code_of_squares_gives_finite_numbers_that_are_not_negative():

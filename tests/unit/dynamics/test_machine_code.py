@@ -64,7 +64,9 @@ def without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gossipdp.dynamics.update_loops", None)
 
 
-def test_what_was_compiled_once_needs_no_numba(kept, monkeypatch):
+def test_half_a_file_is_compiled_again_and_a_whole_one_needs_no_numba(kept, monkeypatch):
+    kept.write_bytes(kept.read_bytes()[:1000])
+    assert flows(flow())
     without_numba(monkeypatch)
     assert flows(flow())
     kept.unlink()
@@ -103,13 +105,6 @@ def test_what_lies_around_the_arrays_of_a_loop_stays_and_does_not_matter(name, h
         assert all(map(torch.equal, around, kept))
         found.append([result, *(each.tolist() for each in given if torch.is_tensor(each))])
     assert found[0] == found[1]
-
-
-def test_half_a_file_is_compiled_again(kept, monkeypatch):
-    kept.write_bytes(kept.read_bytes()[:1000])
-    assert flows(flow())
-    without_numba(monkeypatch)
-    assert flows(flow())
 
 
 @pytest.mark.parametrize("version", ["of numba", "of the loops", "by other options"])

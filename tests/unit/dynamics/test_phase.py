@@ -28,15 +28,6 @@ class Guarded(Phase):
         super().__setattr__(name, value)
 
 
-def test_nothing_of_it_changes_without_its_lock():
-    phase = Guarded(eta=0.5, worker_rate=1.0)
-    for now_s in (0.0, 1.0, 2.0, 3.0):
-        phase.start_exchange(now_s)
-        phase.end_exchange(now_s + 0.25, is_withdrawn=now_s == 2.0)
-        phase.at(now_s + 0.5)
-        phase.set_speed(0.3, 2.0, now_s + 0.75)
-
-
 kinds = ["exchange", "exchange", "withdrawn", "look", "look", "early", "graph"]
 seconds = st.floats(0.0, 30.0, allow_subnormal=False)
 phase_event = st.tuples(st.sampled_from(kinds), seconds, st.sampled_from([0.0, 1.0]))
@@ -49,9 +40,9 @@ def test_the_phase_is_that_of_a_model_after_every_event(events):
 
     A start is that of an exchange that was not withdrawn. The first one only starts the clock, and
     a gap counts after the flow over it, as at most ten mean gaps. During an exchange, and with no
-    neighbours, the phase stands still.
+    neighbours, the phase stands still. Nothing changes without its lock.
     """
-    phase, speed = Phase(eta=0.5, worker_rate=2.0), 0.25
+    phase, speed = Guarded(eta=0.5, worker_rate=2.0), 0.25
     now = theta = counted = 0.0
     last, num_gaps, mean = None, 0, math.nan
 

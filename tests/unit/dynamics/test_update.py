@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from bitwise import assert_bitwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import MomentumState
@@ -55,13 +56,6 @@ def tensors(chunk: Chunk) -> list[Tensor]:
     return [chunk.x, chunk.pending, *([] if chunk.c is None else [chunk.c])]
 
 
-def same_bits(ours: Chunk, others: Chunk) -> bool:
-    return all(
-        torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-        for one, other in zip(tensors(ours), tensors(others), strict=True)
-    )
-
-
 def reference_of(chunk: Chunk, left: float = 1.0) -> MomentumState:
     x = chunk.x.double() + chunk.pending.double()
     return MomentumState(x, torch.zeros_like(x) if chunk.c is None else left * chunk.c.double())
@@ -85,7 +79,7 @@ def test_an_exchange_is_the_reference_s(kernels, dtype, wire, momentum, theta):
         mine, peers = torch.empty(length, dtype=wire), snapshot_of(length, 7, wire)
         before = copy_of(chunk)
         assert chunk.snapshot(theta, mine)
-        assert same_bits(chunk, before)
+        assert_bitwise(tensors(chunk), tensors(before))
         assert torch.allclose(
             mine.double(), expected.x, atol=1e-5, rtol=2**-8 if wire is torch.bfloat16 else 0
         )
@@ -97,11 +91,17 @@ def test_an_exchange_is_the_reference_s(kernels, dtype, wire, momentum, theta):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_pending", [True, False])
 @each_momentum
 @each_phase
-def test_a_boundary_moves_everything_and_keeps_the_remainder(kernels, dtype, momentum, theta):
+def test_a_boundary_moves_everything_and_keeps_the_remainder(
+    kernels, dtype, has_pending, momentum, theta
+):
     for length in LENGTHS:
         chunk = random_chunk(kernels, length, length, dtype, momentum)
+        if not has_pending:
+            chunk.pending.zero_()
+            chunk.has_pending = False
         expected = reference_of(chunk).flow(1.0, theta)
         assert chunk.boundary(theta)
         assert_close(chunk, expected, left=math.exp(-2.0 * theta))
@@ -148,7 +148,8 @@ def test_a_peer_s_poison_is_not_applied(name, wire, length, place, case):
     peers[place % length] = value
     assert chunk.snapshot(0.2, mine)
     assert not math.isfinite(chunk.exchange(0.2, mine, peers, ALPHA_TILDE))
-    assert same_bits(chunk, before)
+    assert_bitwise(tensors(chunk), tensors(before))
+    assert chunk.theta == 0.0, "the next boundary flows"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,7 @@ def test_our_own_poison_is_found_and_not_applied(kernels, dtype, wire, where):
         assert not chunk.snapshot(0.2, out)
         assert not math.isfinite(chunk.exchange(0.2, out, peers, ALPHA_TILDE))
         assert torch.isfinite(out).sum() == MOST - 1
-        assert same_bits(chunk, before)
+        assert_bitwise(tensors(chunk), tensors(before))
 
 
 def test_large_values_are_no_poison_until_their_difference_is(kernels):
@@ -196,24 +197,6 @@ def test_numba_rounds_to_bfloat16_as_torch_does(bits):
     nans = [torch.isnan(out) for out in outs]
     assert torch.equal(*nans)
     assert torch.equal(*(out[~nans[0]].view(torch.uint16) for out in outs))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("has_pending", [True, False])
-def test_a_chunk_that_took_nothing_flows_at_the_boundary(kernels, dtype, has_pending):
-    chunk = copy_of(random_chunk(kernels, MOST, 5, dtype))
-    chunk.is_compiled = kernels == "numba"
-    if not has_pending:
-        chunk.pending.zero_()
-    chunk.restored()
-    assert chunk.has_pending is has_pending
-    mine, peers = torch.zeros(MOST), torch.full((MOST,), math.nan)
-    assert not math.isfinite(chunk.exchange(0.3, mine, peers, ALPHA_TILDE))
-    assert chunk.theta == 0.0
-    expected = reference_of(chunk).flow(1.0, 0.3)
-    chunk.boundary(0.3)
-    assert_close(chunk, expected, left=math.exp(-0.6))
-    assert dtype is torch.bfloat16 or not chunk.pending.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

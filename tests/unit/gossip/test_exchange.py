@@ -26,10 +26,7 @@ def make_state(seed: int, dtype=torch.float32, num_elements=1000, chunk_bytes=25
 
 def present(segment: Segment) -> torch.Tensor:
     """Return x + pending in float64; buffers are held in another way."""
-    values = segment.x.double()
-    for chunk, room in segment.split(values):
-        chunk.read(room)
-    return values
+    return segment.copy()[0].double()
 
 
 def x_and_z(state: State) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,19 +55,19 @@ def land(to: Exchange, frame_type: FrameType, key: ChunkKey, payload: bytes | me
     to.landed(frame_type, key, room)
 
 
-def start(states, alpha_tilde=1.3, codecs=None, id=ID, moments=(), *, kinds=2 * (MemoryLink,)):
+def start(states, codecs=None, id=ID, moments=(), *, kinds=2 * (MemoryLink,)):
     """Begin an exchange between two, in their wire formats (by default new full ones)."""
     codecs = codecs or [Codec("full", state) for state in states]
     links = [kind(peer) for kind, peer, _ in zip(kinds, (1, 0), states, strict=False)]
     return links, [
-        Exchange(state, codec, link, id, alpha_tilde=alpha_tilde, theta=0.0, moments=moments)
+        Exchange(state, codec, link, id, alpha_tilde=1.3, theta=0.0, moments=moments)
         for state, codec, link in zip(states, codecs, links, strict=True)
     ]
 
 
-def exchange(states, codecs, random: Random, *, alpha_tilde=1.3, id=ID, moments=()):
+def exchange(states, codecs, random: Random, *, id=ID, moments=()):
     """Run one whole exchange, frames and turns of the two ends in an order that is drawn."""
-    links, exchanges = start(states, alpha_tilde, codecs, id, moments)
+    links, exchanges = start(states, codecs, id, moments)
     run(links, exchanges, random)
     return links, exchanges
 
@@ -213,24 +210,6 @@ def test_a_worker_whose_arrays_are_a_device_s_asks_for_values(monkeypatch):
     assert not codec.chooses_code(is_shared=True)
     codec._is_on_device = True
     assert not codec.chooses_code(is_shared=False)
-
-
-def test_the_mean_of_z_does_not_drift_under_codes():
-    """The mean of 4,096 values would show a drift. Allowed is 1e-5 in a million exchanges."""
-    states, codecs = pair("lattice8", num_elements=4096, chunk_bytes=1 << 14)
-    generator, random, num_exchanges = torch.Generator().manual_seed(5), Random(0), 1000
-    reference = sum(x_and_z(state)[1] for state in states)
-    for _ in range(num_exchanges):
-        for x in (state.segments[0].x for state in states):
-            before = x.double()
-            x += 1e-3 * torch.randn(4096, generator=generator)
-            reference += x.double() - before
-        exchange(states, codecs, random)
-        for state in states:
-            state.boundary(0.0)
-    drift = sum(x_and_z(state)[1] for state in states) - reference
-    assert abs(float(drift.mean())) < 1e-11 * num_exchanges
-    assert float(drift.abs().max()) < 2e-6
 
 
 def state_with_moments(seed: int, dtype=torch.float32) -> State:

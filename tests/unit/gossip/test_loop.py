@@ -18,7 +18,6 @@ from gossipdp.dynamics.state import Segment, State
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.codec import FORMATS
 from gossipdp.gossip.loop import MAX_WAITING, GossipLoop
-from gossipdp.gossip.snapshot import MAX_NOTICES
 from gossipdp.graph import build_graph
 from gossipdp.graph.constants import Constants
 from gossipdp.links.frames import ChunkKey, FrameType
@@ -115,11 +114,12 @@ def test_nobody_exchanges_before_it_has_parameters():
 
 
 def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on(monkeypatch):
-    """The phase stands still from its beginning to its end, and goes on from there.
-
-    What each takes of the processor counts towards the rate that the worker affords.
-    """
+    """The phase stands still meanwhile. Moments travel as agreed, and processor time counts."""
     worker, taken = Worker(), list[tuple[float, float]]()
+    agreed, carried = list[tuple[int, ...]](), State.carried
+    monkeypatch.setattr(
+        State, "carried", lambda state, periods: agreed.append(periods) or carried(state, periods)
+    )
     seconds = itertools.count(100.0, 0.25)
     monkeypatch.setattr("time.thread_time", lambda: next(seconds))
     worker.loop.protocol.exchange_rate = rate = ExchangeRate()
@@ -131,7 +131,8 @@ def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on(m
     state = MomentumState(X.double(), torch.zeros(8).double())
     for number in (1, 2, 3):
         worker.now = float(number)
-        worker.loop.perform([Begin(1, say.ExchangeId(1, 0, number), gain)])
+        worker.loop.perform([Begin(1, say.ExchangeId(1, 0, number), gain, (4, 8))])
+        worker.loop._exchange.num_repeated = number
         theta = worker.phase.at(worker.now + 0.5)
         state, flowed_to = state.flow(1.0, theta - flowed_to), theta
         key = ChunkKey(1, 0, number, 0)
@@ -139,6 +140,7 @@ def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on(m
         room[:] = memoryview(peers.numpy()).cast("B")
         delta = state.x - peers.double()
         worker.loop.chunk(link, FrameType.EXCHANGE_CHUNK, key, room)
+        worker.now += 0.25
         worker.loop.writable(link)
         state = state.exchange(delta, gain)
         x = worker.segment.x + worker.segment.pending
@@ -148,17 +150,12 @@ def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on(m
         done = worker.loop.snapshot.recent_exchanges[-1]
         assert done.half_squared_distance == pytest.approx(0.5 * float(delta.square().sum()))
     assert taken == [(0.25, 0.0)] * 3
+    assert agreed == [(4, 8)] * 3
+    counters = worker.loop.snapshot.counters
+    assert (counters.chunks_exchanged, counters.chunks_repeated) == (3, 6)
+    assert (counters.exchange_seconds, counters.exchanges_by_neighbour) == (0.75, {1: 3})
     assert theta > 0.0
     assert worker.phase.at(worker.now + 1.0) > theta
-
-
-def test_an_exchange_carries_the_moments_that_were_agreed_on(monkeypatch):
-    worker, agreed, carried = Worker(), list[tuple[int, ...]](), State.carried
-    monkeypatch.setattr(
-        State, "carried", lambda state, periods: agreed.append(periods) or carried(state, periods)
-    )
-    worker.loop.perform([Begin(1, say.ExchangeId(1, 0, 1), 0.6, (4, 8))])
-    assert agreed == [(4, 8)]
 
 
 def test_a_worker_that_finds_poison_in_itself_exchanges_no_more():
@@ -290,9 +287,8 @@ def test_who_is_done_and_only_beats_is_left_out_of_the_average(moves):
 def test_for_a_peer_that_is_dialled_for_ever_the_last_messages_wait():
     """A firewall drops its packets, so that no dial is refused, and words are said again."""
     worker = Worker()
-    for counter in range(100):
-        ask = say.Envelope(say.AskLife(2, counter))
-        worker.loop.perform([Send(7, ask)])
+    asks = [say.Envelope(say.AskLife(2, counter)) for counter in range(100)]
+    worker.loop.perform([Send(7, ask) for ask in asks])
     assert len(worker.loop._outbox[7]) == MAX_WAITING
     worker.loop.link_up(late := FakeLink(7))
     asked = [each.counter for each in late.said if isinstance(each, say.AskLife)]
@@ -322,6 +318,9 @@ def test_a_worker_whose_successor_is_linked_everywhere_is_told_so_by_refusals():
     worker.now = BETWEEN_LINKS_S
     worker.loop.turn(0.0)
     assert sorted(dialled) == [(peer, *worker.address(peer)) for peer in (1, 2)]
+    for field, is_alive in (("model", False), ("own_rank", True)):
+        worker.loop.refused(1, Refusal(field))
+        assert (worker.loop.protocol.peers.last_heard(1) == worker.now) == is_alive
     refusal = Refusal("incarnation", "1", "0")
     worker.loop.refused(1, refusal)
     worker.loop.refused(2, refusal)
@@ -393,6 +392,7 @@ def test_a_link_whose_key_is_old_ends_when_its_peer_asks_and_nothing_is_under_wa
 def test_a_turn_waits_no_longer_than_what_it_flushed_allows():
     worker, waits = Worker(), []
     worker.loop.transport.poll = waits.append
+    worker.loop.perform(worker.loop.protocol.poll(worker.now))  # what is due at once
     worker.loop.turn(100.0)
     worker.loop.transport.flush = lambda: worker.loop.link_down(worker.links[1], "lost")
     worker.loop.turn(100.0)
@@ -402,13 +402,13 @@ def test_a_turn_waits_no_longer_than_what_it_flushed_allows():
 def test_a_loss_is_not_forgotten_whatever_happens_to_others():
     publisher = Worker().loop._publisher
     publisher.noticed(Notice(0, "lost", 1.0, 1))
-    for number in range(2 * MAX_NOTICES):
+    for number in range(2000):
         publisher.noticed(Notice(1, ("lost", "answered")[number % 2], 2.0, 2 + number))
     notices = publisher.snapshot(3.0).counters.noticed
-    assert len(notices) == MAX_NOTICES
+    assert len(notices) == 1000
     assert (notices[0].rank, notices[0].kind) == (0, "lost")
     numbers = [notice.number for notice in notices[1:]]
-    assert numbers == list(range(MAX_NOTICES + 3, 2 * MAX_NOTICES + 2))
+    assert numbers == list(range(1003, 2002))
 
 
 @pytest.mark.parametrize(

@@ -64,17 +64,17 @@ def test_numpy_ranks_become_ints():
     assert edges(built) == [(0, 1), (1, 2)]
 
 
-class TestWithout:
-    def test_neighbours_of_the_dead_are_joined_in_a_ring(self):
-        assert edges(without(build_graph("ring", 5), [2])) == [(0, 1), (0, 4), (1, 3), (3, 4)]
-        assert edges(without(build_graph("path", 3), [0])) == [(1, 2)]
-        star = without(build_graph("star", 5), [0])
-        assert edges(star) == [(1, 2), (1, 4), (2, 3), (3, 4)]
+def test_neighbours_of_the_dead_are_joined_in_a_ring():
+    assert edges(without(build_graph("ring", 5), [2])) == [(0, 1), (0, 4), (1, 3), (3, 4)]
+    assert edges(without(build_graph("path", 3), [0])) == [(1, 2)]
+    star = without(build_graph("star", 5), [0])
+    assert edges(star) == [(1, 2), (1, 4), (2, 3), (3, 4)]
 
-    def test_the_original_is_kept_and_nobody_dead_is_a_copy(self):
-        graph = build_graph("ring", 6)
-        same = without(graph, [])
-        assert (same, same.name) == (graph, graph.name)
-        same.join(0, 2)
-        attach(graph, [7])
-        assert graph == build_graph("ring", 6)
+
+def test_the_original_is_kept_and_nobody_dead_is_a_copy():
+    graph = build_graph("ring", 6)
+    same = without(graph, [])
+    assert (same, same.name) == (graph, graph.name)
+    same.join(0, 2)
+    attach(graph, [7])
+    assert graph == build_graph("ring", 6)

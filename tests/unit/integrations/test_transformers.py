@@ -129,7 +129,7 @@ def test_mistakes_are_refused(tmp_path):
     with pytest.raises(RuntimeError, match=r"Trainer.train\(\) makes it"):
         _ = gossip_callback().model
     options = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
-    with pytest.raises(ValueError, match="load_best_model_at_end"):
+    with pytest.raises(ValueError, match="average: leave it False"):
         train(tmp_path, gossip_callback(), **options)
     several = Mock(parallel_mode=ParallelMode.DISTRIBUTED, world_size=2)
     with pytest.raises(ValueError, match=r"with 2 processes: .* within `with single_process\(\):`"):

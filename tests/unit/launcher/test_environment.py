@@ -45,9 +45,8 @@ def test_all_addresses_are_bound_only_where_the_user_says_so(store_host):
 
 
 def test_a_host_that_does_not_resolve_is_named():
-    variables = {**TORCHRUN, "GOSSIPDP_HOST": "no such host"}
     with pytest.raises(RendezvousError, match="cannot reach GOSSIPDP_HOST 'no such host'"):
-        Environment.read(variables).choose_host()
+        Environment.read(TORCHRUN | {"GOSSIPDP_HOST": "no such host"}).choose_host()
 
 
 def test_another_system_than_linux_is_refused_at_once():
@@ -72,7 +71,8 @@ SLURM = {
 }
 PORT = 20000 + (16 * 4711 + 2) % 10000
 ONE_NODE = {"SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}
-JOIN = {"GOSSIPDP_JOIN": "10.0.0.1:4000"}
+JOIN = {"GOSSIPDP_JOIN": "10.0.0.1:65535"}
+NO_PLACES = "10.0.0.1", "a:0", "a:65536", "::1:5"
 OWN_STORE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
 POD = {"JOB_COMPLETION_INDEX": "2"}
 OF_TORCHRUN = replace(
@@ -80,14 +80,14 @@ OF_TORCHRUN = replace(
     agent_store=True,
     restart_count=2,
 )
-JOINER = Environment(-1, 0, run_id="r", unique_run_id=True, join=(("10.0.0.1", 4000),))
+JOINER = Environment(-1, 0, run_id="r", unique_run_id=True, join=(("10.0.0.1", 65535),))
 
 
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
         (TORCHRUN, OF_TORCHRUN),
-        (TORCHRUN | {"GOSSIPDP_PORT": "7000"}, replace(OF_TORCHRUN, port=7001)),
+        (TORCHRUN | {"GOSSIPDP_PORT": "65534"}, replace(OF_TORCHRUN, port=65535)),
         (SLURM, Environment(3, 5, 1, 3, store_host="gpu07", store_port=PORT)),
         # on one node, the workers meet on loopback
         (SLURM | ONE_NODE, Environment(3, 5, 1, 2, store_host="127.0.0.1", store_port=PORT)),
@@ -142,7 +142,7 @@ def test_first_host(hosts, first):
         (TORCHRUN | {"GOSSIPDP_SECRET": "15 letters long"}, "GOSSIPDP_SECRET has 15 bytes; give"),
         *((TORCHRUN | {it: ""}, f"but not {it}: start") for it in environments.REQUIRED),
         (JOIN, "GOSSIPDP_JOIN is set, but not GOSSIPDP_RUN_ID"),
-        (JOIN | {"GOSSIPDP_JOIN": "10.0.0.1"}, "GOSSIPDP_JOIN is '10.0.0.1'; write HOST:PORT"),
+        *((JOIN | {"GOSSIPDP_JOIN": it}, f"N is '{it}'; write HOST:PORT") for it in NO_PLACES),
         ({"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4"}, "but not MASTER_ADDR, MASTER_PORT"),
         (SLURM | {"SLURM_STEP_NODELIST": ","}, "no host in the Slurm host list"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4x2"}, "not of the form"),

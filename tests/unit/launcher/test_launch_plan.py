@@ -2,17 +2,16 @@ import dataclasses
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from datetime import timedelta
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from calling_back import CallingLock
+from clocks import Clock
 from links import identity, listening
 from run_processes import TORCHRUN, free_port, listens
 from torch.distributed import TCPStore
@@ -30,13 +29,6 @@ from gossipdp.links.handshake import MAGIC, VERSION, Handshake
 from gossipdp.links.tls import Tls
 
 SECRET = "a secret of this test"
-
-
-@contextmanager
-def opened(plan: LaunchPlan) -> Iterator[Any]:
-    with closing(plan):
-        plan.open()
-        yield connect(Environment.read(plan.worker_variables(0)), 30)
 
 
 def test_a_run_of_its_own_has_an_id_and_a_secret():
@@ -79,42 +71,35 @@ def test_a_port_in_use_is_one_clear_error():
 
 def test_a_store_that_others_reach_closes_once_all_have_begun(monkeypatch):
     """It looks now and then whether they have, and leaves them some time after that."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("10.255.255.255", 9))
-        except OSError:
-            pytest.skip("no network but loopback")
-        host = probe.getsockname()[0]
-    looks: list[float] = []
-    have_all_begun = HostedStore.have_all_begun
+    waits: list[float] = []
+    with closing(HostedStore()) as hosted:
+        address = hosted.address
+        hosted._expected = "run/", 2
+        hosted._open()
+        store = connect(client_of(address), 30)
+        store.set(ready_key("run/", 0), "1")
 
-    def look(store: HostedStore) -> bool:
-        looks.append(time.monotonic())
-        return have_all_begun(store)
+        def wait(seconds: float) -> None:
+            assert listens(address)
+            waits.append(seconds)
+            if len(waits) == 2:
+                store.set(ready_key("run/", 1), "1")
 
-    monkeypatch.setattr(HostedStore, "have_all_begun", look)
-    monkeypatch.setattr(stores, "CHECK_EVERY_S", 0.01)
-    monkeypatch.setattr(stores, "CLOSE_AFTER_S", 0.1)
-    plan = LaunchPlan.on_hosts(2, (host, 0))
-    assert plan.store is not None
-    with opened(plan) as store:
-        store.set(ready_key(plan.key_prefix, 0), "1")
-        wanted = len(looks) + 2
-        wait_until(lambda: len(looks) >= wanted, "it has looked whether all have begun")
-        assert min(later - earlier for earlier, later in pairwise(looks)) > 0.009
-        assert listens(plan.store)
-        began_s = time.monotonic()
-        store.set(ready_key(plan.key_prefix, 1), "1")
-        wait_until(lambda: not listens(plan.store), "its port is closed")
-        assert time.monotonic() - began_s > 0.1
-        assert plan.hosted is not None
-        assert plan.hosted.have_all_begun()
+        monkeypatch.setattr(hosted._closing, "wait", wait)
+        monkeypatch.setattr(hosted, "_open", lambda: None)
+        hosted.address = "10.0.0.1", 9  # as of a network
+        hosted._run()
+        assert waits == [stores.CHECK_EVERY_S, stores.CHECK_EVERY_S, stores.CLOSE_AFTER_S]
+        wait_until(lambda: not listens(address), "its port is closed")
+        assert hosted.have_all_begun()
 
 
 def test_a_store_on_loopback_stays_for_the_users_process_groups(monkeypatch):
     monkeypatch.setattr(stores, "CLOSE_AFTER_S", 0.0)
     plan = LaunchPlan.on_hosts(2)
-    with opened(plan) as store:
+    with closing(plan):
+        plan.open()
+        store = connect(Environment.read(plan.worker_variables(0)), 30)
         for rank in range(2):
             store.set(ready_key(plan.key_prefix, rank), "1")
         assert plan.hosted is not None
@@ -123,49 +108,28 @@ def test_a_store_on_loopback_stays_for_the_users_process_groups(monkeypatch):
         assert store.check([ready_key(plan.key_prefix, 0)])
 
 
-@pytest.mark.parametrize("is_open", [False, True])
-def test_a_store_that_is_closed_while_torch_is_imported_is_not_opened(is_open, monkeypatch):
-    """The owner closes it just before the thread takes the lock, before or after torch opens it."""
-    store = stores.HostedStore()
-    address = store.address
+@pytest.mark.parametrize("when", ["before torch opens it", "meanwhile", "after it"])
+def test_a_store_that_is_closed_before_all_is_open_stays_closed(when, monkeypatch):
+    """Also just before the thread takes the lock. None holds it while torch opens the store."""
+    store = HostedStore()
     lock = CallingLock(before=store.close)
 
     def in_torch(*address: Any, **options: Any) -> TCPStore:
+        if when == "meanwhile":
+            store.close()
         store._lock = lock
         return TCPStore(*address, **options)
 
-    if is_open:
-        monkeypatch.setattr("torch.distributed.TCPStore", in_torch)
-    else:
+    monkeypatch.setattr("torch.distributed.TCPStore", in_torch)
+    if when == "before torch opens it":
         store._lock = lock
     store._open()
     assert lock.has_called
-    assert not listens(address)
+    assert not listens(store.address)
     for call in (store.have_all_begun, store.close):
         store._lock = lock = CallingLock(before=lambda: None)
         assert not call()
         assert lock.has_called
-
-
-def test_a_store_that_is_closed_while_torch_opens_it_is_not_waited_for(monkeypatch):
-    opens, goes_on, store = threading.Event(), threading.Event(), HostedStore()
-
-    def slow(*address: Any, **options: Any) -> TCPStore:
-        opens.set()
-        assert goes_on.wait(LONGEST_S)
-        return TCPStore(*address, **options)
-
-    monkeypatch.setattr("torch.distributed.TCPStore", slow)
-    threads = [threading.Thread(target=target) for target in (store._open, store.close)]
-    threads[0].start()
-    assert opens.wait(LONGEST_S)
-    threads[1].start()
-    threads[1].join(LONGEST_S)
-    assert not threads[1].is_alive()
-    goes_on.set()
-    threads[0].join(LONGEST_S)
-    assert not listens(store.address)
-    assert not store.have_all_begun()
 
 
 def client_of(address: tuple[str, int]) -> Environment:
@@ -214,41 +178,29 @@ def supervised() -> Iterator[list[LaunchPlan]]:
 
 
 def test_supervisors_under_torchrun_leave_together(supervised, monkeypatch):
-    ended, waits = [], threading.Event()
+    clock = Clock(longest_s=20.0)
 
     def sleep(seconds: float) -> None:
-        waits.set()
-        time.sleep(seconds / 10)
+        clock.sleep(seconds)
+        if clock.now_s == 2.0:
+            assert supervised[1].leave(wait=False) == []
 
-    monkeypatch.setattr(plans, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
-
-    def leave(rank: int, *, wait: bool) -> None:
-        assert supervised[rank].leave(wait=wait) == []
-        ended.append(rank)
-
-    waiting = threading.Thread(target=leave, args=(0,), kwargs={"wait": True})
-    waiting.start()
-    assert waits.wait(LONGEST_S)
-    assert ended == []
-    leave(1, wait=False)
-    waiting.join(LONGEST_S)
-    assert ended == [1, 0]
+    monkeypatch.setattr(plans, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
+    assert supervised[0].leave(wait=True) == []
+    assert clock.now_s == 2.0
 
 
 def test_a_lost_supervisor_is_not_waited_for_for_ever(supervised, monkeypatch):
     """But for whoever's host answers, though its worker listens at another port by now."""
-    now_s = 0.0
-
-    def sleep(seconds: float) -> None:
-        nonlocal now_s
-        now_s += 100.0
-
+    clock = Clock(longest_s=2000.0)
+    passing = SimpleNamespace(monotonic=clock, sleep=lambda _: clock.sleep(100.0))
     supervised[0].join_infos[0].addresses[1] = address = ("127.0.0.1", free_port())
     assert plans.answers(address)
-    monkeypatch.setattr(plans, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
-    monkeypatch.setattr(plans, "answers", lambda each: each == address and now_s < 500.0)
+    monkeypatch.setattr(plans, "time", passing)
+    monkeypatch.setattr(plans, "answers", lambda each: each == address and clock.now_s < 500.0)
     assert supervised[0].leave(wait=True) == [1]
-    assert now_s - 400.0 == plans.LOST_AFTER_S + 100.0  # at 400 s it answered for the last time
+    # At 400 s it answered for the last time.
+    assert clock.now_s - 400.0 == plans.LOST_AFTER_S + 100.0
 
 
 def test_without_torchruns_store_there_is_no_wait(monkeypatch):

@@ -3,9 +3,10 @@ import math
 import os
 import signal
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -14,9 +15,7 @@ from waiting import wait_until
 
 from gossipdp.errors import RendezvousError
 from gossipdp.launcher import cores, reports
-from gossipdp.launcher.launch_plan import LaunchPlan
 from gossipdp.launcher.local import ForkedWorker, ScriptWorker
-from gossipdp.launcher.supervisor import Supervisor
 
 
 @pytest.mark.parametrize(
@@ -29,32 +28,20 @@ def test_threads_heed_the_limit_of_a_container(monkeypatch, limit, num_workers, 
     assert cores.num_threads(num_workers) == expected
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("own_hook", [False, True])
-def test_why_a_run_cannot_start_is_said_once_and_without_tracebacks(own_hook, capfd):
-    """A hook of the user's own shows the error as it likes."""
-    code = (
-        "import sys\n"
-        "from gossipdp.errors import RendezvousError\n"
-        "from gossipdp.launcher.reports import say_instead_of_traceback\n"
-        f"if {own_hook}: sys.excepthook = lambda kind, *_: sys.stderr.write(kind.__name__)\n"
-        "say_instead_of_traceback()\n"
-        "raise RendezvousError('the models differ')"
-    )
-    sentences: list[str] = []
-    supervisor = Supervisor(
-        LaunchPlan.on_hosts(2),
-        lambda own: ScriptWorker([sys.executable, "-c", code], {**os.environ, **own}),
-        on_sentence=sentences.append,
-    )
-    supervisor.run()
-    assert {failure.ending.reason for failure in supervisor.failures} == {"ended with exit code 1"}
-    shown = capfd.readouterr().err
-    if own_hook:
-        assert (sentences, shown.replace("RendezvousError", "")) == ([], "")
-        assert shown
-    else:
-        assert (sentences, shown) == (["the models differ"], "")
+def test_why_a_run_cannot_start_is_told_to_the_launcher_alone_unless_a_hook_shows_it(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    reports.say_instead_of_traceback()
+    with closing(reports.ReportChannel()) as channel:
+        for name, value in reports.report_variables(channel.sender).items():
+            monkeypatch.setenv(name, value)
+        sys.excepthook(RendezvousError, RendezvousError("the models differ"), None)
+        assert channel.take() == [reports.Report(says="the models differ")]
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys, "excepthook", own := Mock())
+    reports.say_instead_of_traceback()
+    assert sys.excepthook is own
 
 
 @pytest.mark.parametrize(
@@ -81,9 +68,8 @@ def test_process_1_reaps_what_a_dead_worker_left_behind():
         words = [sys.executable, "-c", "import os, signal; os.fork(); signal.pause()"]
         worker = ScriptWorker(words, VARIABLES)
         at_the_end.callback(worker.discard)
-        own = psutil.Process(worker.pid)
-        wait_until(own.children, "it has a child")
-        (left,) = own.children()
+        assert worker.reports.sender.fileno() == -1, "the worker alone has it"
+        (left,) = wait_until(psutil.Process(worker.pid).children, "it has a child")
         worker.send(signal.SIGKILL)
         wait_until(lambda: worker.poll() is not None, "it has died")
         assert runs(left.pid)
@@ -106,11 +92,11 @@ def test_a_process_that_hangs_in_the_kernel_is_given_up(monkeypatch):
 
 
 def test_a_forked_worker_that_the_fork_server_has_reaped_gets_no_signal(monkeypatch):
-    sent: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "kill", lambda *signalled: sent.append(signalled))
+    """One that ends just before the signal gets it in vain."""
+    monkeypatch.setattr(os, "kill", kill := Mock(side_effect=ProcessLookupError))
     worker = ForkedWorker.__new__(ForkedWorker)
     worker.pid, worker._process = 7, SimpleNamespace(exitcode=None)
     worker.send(signal.SIGSTOP)
     worker._process = SimpleNamespace(exitcode=0)
     worker.send(signal.SIGCONT)
-    assert sent == [(7, signal.SIGSTOP)]
+    kill.assert_called_once_with(7, signal.SIGSTOP)

@@ -38,14 +38,18 @@ def environment(rank: int, num_workers: int = 3, **values: object) -> Environmen
 
 
 def meet(
-    environments: list[Environment], store: HashStore | None = None, number: int = 0
+    environments: list[Environment],
+    store: HashStore | None = None,
+    number: int = 0,
+    random_states: str = "aaa",
 ) -> list[RendezvousResult]:
-    """Let all workers meet, each in a thread."""
+    """Let all workers meet, each in a thread; ``random_states``: a letter for each."""
     shared = HashStore() if store is None else store
 
     def one(own: Environment) -> RendezvousResult:
         part = Rendezvous(own, shared, timeout_s=LONGEST_S, number=number)
-        return part.meet(("127.0.0.1", 100 + own.rank), SETTINGS)
+        address = "127.0.0.1", 100 + own.rank
+        return part.meet(address, SETTINGS, random_state=random_states[own.rank])
 
     with ThreadPoolExecutor(len(environments)) as pool:
         return list(pool.map(one, environments))
@@ -124,6 +128,12 @@ def test_a_given_secret_and_run_id_are_kept_and_not_published():
     assert SECRET not in store.get("gossipdp/mine/0/0/reference")
     # A second meeting of these processes sees nothing of the first.
     assert {each.run_id for each in meet(environments, store, number=1)} == {"mine-0-1"}
+
+
+@pytest.mark.parametrize(("random_states", "common"), [("aaa", "a"), ("aab", "")])
+def test_all_learn_whether_they_begin_with_one_random_state(random_states, common):
+    met = meet([environment(rank) for rank in range(3)], random_states=random_states)
+    assert [each.common_random_state for each in met] == [common] * 3
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,7 @@ def make() -> Iterator[Make]:
 
 def test_a_failure_before_the_run_began_ends_the_others(make):
     setting = make(max_restarts=9)
+    setting.report(0, says="the models differ")
     assert setting.die(0, at=[1])
     assert setting.signalled(signal.SIGTERM) == set()
     setting.die(1, at=[1 + GRACE_S / 2, 1 + GRACE_S])  # in the grace: for the same reason
@@ -176,6 +177,7 @@ def test_a_failure_before_the_run_began_ends_the_others(make):
     assert not setting.die(2, how=KILLED, at=[5])
     assert (setting.failed, setting.failures) == ([0, 1], [(0, False), (1, False)])
     assert setting.restarted == []
+    assert setting.sentences.count("the models differ") == 1, "all workers have said it"
 
 
 def test_a_restart_may_come_while_restarts_are_left(make):

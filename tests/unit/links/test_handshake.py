@@ -177,8 +177,8 @@ def test_another_version_of_gossipdp_is_told_to_both(place):
         (b"GET / HTTP/1.1\r\n", "starts with b'GET '"),
         (prefix(0), "of 0 bytes"),
         (prefix(handshake.MAX_MESSAGE_BYTES + 1), "of 4097 bytes"),
-        (prefix(3) + b"\xff\xff\xff", "malformed"),
-        (prefix(4) + b"\x93\x01\x02\x03", "malformed"),
+        (prefix(1) + b"\xff", "malformed"),
+        (prefix(handshake.MAX_MESSAGE_BYTES) + b"\x93\x01\x02" + bytes(4093), "malformed"),
         (message_of([1, msgspec.to_builtins(identity(0)), None, b"short"]), "nonce of 5 bytes"),
     ],
 )

@@ -18,6 +18,7 @@ from gossipdp.links.link import (
     SendLimit,
     portion_of,
 )
+from gossipdp.protocol.peers import SHORTEST_GAP_S
 
 ADDRESSES = {peer: ("127.0.0.1", 1000 + peer) for peer in range(5)}
 
@@ -112,9 +113,10 @@ def test_it_lets_pass_its_rate_and_what_was_saved(rate, waits, spent):
 
 
 def test_no_less_than_a_portion_passes_unless_no_more_is_wanted():
-    """It is small beside a time-out and large beside a packet."""
+    """It is small beside a time-out and the shortest patience, and large beside a packet."""
     assert portion_of(1e3) == 1500
-    assert portion_of(20e3) == 5000
+    assert portion_of(20e3) == 2000
+    assert all(portion_of(rate) / rate < SHORTEST_GAP_S / 2 for rate in (20e3, 125e3, 320e3))
     assert portion_of(1e6) == 32 << 10
     assert portion_of(100e6) == 1e6
     limit = SendLimit(1e6)

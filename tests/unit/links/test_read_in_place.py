@@ -12,9 +12,9 @@ from links import EXCHANGE, LoneOwner, Recorder, identity, key
 from gossipdp.links.frames import FrameError, FrameType, Header, pack_header, pack_key, run_tag
 from gossipdp.links.shared_memory import PeerMemory, SharedSegment
 from gossipdp.links.sockets import Stream
-from gossipdp.links.tcp_link import TURN_BYTES, TcpLink
+from gossipdp.links.tcp_link import TcpLink
 
-TAG = run_tag("run")
+TAG, TURN_BYTES = run_tag("run"), 4 << 20
 
 
 class Taking(Stream):

@@ -61,8 +61,7 @@ def test_the_parents_links_live_on_and_the_child_may_forget_its_copies(world):
 
 def test_a_fork_waits_for_a_descriptor_on_its_way(world):
     """The guard is held while another thread opens a descriptor that no owner lists yet."""
-    opened, go_on = threading.Event(), threading.Event()
-    order: list[str] = []
+    opened, go_on, order = threading.Event(), threading.Event(), list[str]()
 
     def open_slowly() -> None:
         with sockets.descriptors_guard:
@@ -118,6 +117,7 @@ def test_a_descriptor_and_its_place_in_a_list_come_and_go_in_one_step(world, ser
         world.until(lambda: has_ended(guest))
     with socket.create_connection(status_server.address):
         wait_until(lambda: status_server._connections, "it has accepted")
+    status_server.close_request(listen("127.0.0.1", 0))  # any socket stands for a connection
     status_server.close()
     there.close("enough")
     # wake() of another thread waits too, and finds the transport closed.

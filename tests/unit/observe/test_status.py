@@ -132,7 +132,7 @@ def test_an_answer_that_trickles_in_has_one_deadline_in_all(piece):
 
 
 def test_one_that_hangs_delays_no_other():
-    release = threading.Event()
+    release, before = threading.Event(), set(threading.enumerate())
     asked: list[str] = []
 
     def slow_ask(address: str) -> status.WorkerStatus:
@@ -159,3 +159,4 @@ def test_one_that_hangs_delays_no_other():
         release.set()
         assert poll.answers([], LONGEST_S)["slow:1"] is STATUS
     assert asked.count("slow:1") == 1
+    wait_until(lambda: set(threading.enumerate()) <= before, "the threads that ask have ended")

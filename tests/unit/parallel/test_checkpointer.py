@@ -97,7 +97,7 @@ def test_none_is_taken_between_the_forward_passes_of_one_step(linear, tmp_path, 
     assert model._worker.checkpointer.is_due
     optimizer.step()
     model(torch.ones(1, 3))
-    model.close()
+    assert model.save_checkpoint() == file_path(tmp_path, 0, 3)
     assert steps_saved(tmp_path) == [3, 1]
 
 
@@ -167,38 +167,36 @@ def test_a_new_name_starts_afresh_and_none_comes_after_the_first_step(linear, tm
 
 
 def test_a_write_goes_on_as_long_as_it_advances_and_is_given_up_where_it_stands_still(monkeypatch):
-    clock = Clock()
-    writer, pieces, may_go_on = BackgroundWriter(0, clock), SimpleQueue(), threading.Event()
+    clock, begun, may_end = Clock(), SimpleQueue(), threading.Event()
+    writer = BackgroundWriter(0, clock)
 
     def write(advance):
-        for _ in range(4):
-            advance()
-            pieces.put(None)
-            assert may_go_on.wait(30)
-            may_go_on.clear()
+        begun.put(advance)
+        assert may_end.wait(30)
         return Path("file")
 
-    def pass_time(seconds):
-        pieces.get(timeout=30)
-        clock.now_s += seconds
-        return writer.has_ended(written)
-
     written = writer.begin(write)
-    for piece in range(4):
-        assert not pass_time(29)
-        if piece < 3:
-            may_go_on.set()
-    wait = futures.wait  # the last piece is written only once somebody waits
-    monkeypatch.setattr(futures, "wait", lambda *given: may_go_on.set() or wait(*given))
+    advance = begun.get(timeout=30)
+    for _ in range(3):
+        clock.now_s += 29
+        assert not writer.has_ended(written)
+        advance()
+    wait = futures.wait  # it ends only once somebody waits
+    monkeypatch.setattr(futures, "wait", lambda *given: may_end.set() or wait(*given))
     writer.wait(written)
     assert written.result() == Path("file")
+    may_end.clear()
     written = writer.begin(write)
-    assert pass_time(31)
+    advance = begun.get(timeout=30)
+    clock.now_s += 31
+    assert writer.has_ended(written)
     assert isinstance(written.exception(), OSError)
     assert str(written.exception()) == "nothing has reached the disk for 30 s"
     again = writer.begin(write)  # the first still hangs
     assert isinstance(again.exception(0), TimeoutError)
-    may_go_on.set()
+    with pytest.raises(TimeoutError):
+        advance()
+    may_end.set()
     writer._thread.join()
     following = writer.begin(lambda _: Path("next"))
     assert following.result(30) == Path("next")

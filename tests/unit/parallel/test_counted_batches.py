@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from types import SimpleNamespace
 
@@ -284,6 +285,19 @@ def test_a_loop_after_the_end_is_an_error(linear):
     assert model._worker.batches._forwarded == [], "nothing is kept of what passes now"
 
 
+def test_batches_that_another_thread_asks_for_are_an_error(linear):
+    """Checkpoints would be taken there, in the middle of a step."""
+    model, optimizer = linear(budget_samples=20)
+    batches = model.batches([torch.ones(5, 3)])
+    with ThreadPoolExecutor(1) as other:
+        batch = other.submit(next, batches).result()
+        with pytest.raises(RuntimeError, match=r"another thread .* let the loader prefetch"):
+            step(model, optimizer, batch)
+        batch = next(batches)
+        other.submit(step, model, optimizer, batch).result()  # as a backward pass on a GPU may step
+    assert model.stats().gradient_steps == 1
+
+
 def test_a_loop_without_a_step_says_so(linear, caplog):
     model, optimizer = linear(budget_samples=20)
     for batch in model.batches([torch.ones(10, 3)]):
@@ -313,6 +327,15 @@ def test_samplers_that_draw_alike_get_a_warning(linear, monkeypatch, caplog, *, 
     is_loaders = kind is RandomSampler and size is not None
     call = "DataLoader(..., shuffle=True, " if is_loaders else f"{kind.__name__}(..., "
     assert caplog.text.count(f"write {call}generator=") == (order is None)
+    assert all(record.is_of_run for record in caplog.records), "one worker says it for all"
+
+
+def test_workers_that_are_seeded_apart_get_no_warning_of_their_order(linear, monkeypatch, caplog):
+    model, _ = linear(budget_samples=20)
+    monkeypatch.setattr(model._worker, "world_size", 2)
+    torch.manual_seed(model.worker_seed)
+    next(model.batches(DataLoader(torch.ones(12, 3), 4, shuffle=True)))
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("shuffles", [False, True])

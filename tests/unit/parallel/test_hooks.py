@@ -126,8 +126,8 @@ def test_a_closure_that_is_called_often_counts_its_samples_once(wrap):
     assert model.stats().samples == 16
     optimizer.step(closure=closure)
     assert model.stats().samples == 32
-    for part in parts:  # of the same batch, as with SAM
-        model(part).sum().backward()
+    for part in parts:  # of the same batch, as with SAM, though each time another view of it
+        model(part.view(2, 3)).sum().backward()
     optimizer.step(closure)
     assert model.stats().samples == 48
     model(torch.ones(5, 3)).sum().backward()  # accumulated, as under Lightning

@@ -8,7 +8,7 @@ from own_optimizer import OwnOptimizer
 from torch import nn
 
 from gossipdp import Exchange
-from gossipdp.parallel.optimizer_watch import OptimizerWatch, _is_between, _is_telling
+from gossipdp.parallel.optimizer_watch import OptimizerWatch, _is_between, _is_telling, _sample
 
 # Lookahead (arXiv 1907.08610) begins with its first way back, here in the fifth step; an average
 # before the step. Prodigy remembers where it began; the last step equals what began at zero.
@@ -99,6 +99,7 @@ ORDINARY = {
     "none": OwnOptimizer,
     "rate 0": partial(torch.optim.SGD, lr=0.0),
     "one iteration": partial(torch.optim.LBFGS, lr=0.01, max_iter=1),  # alone it has no exchanges
+    "complex": partial(OwnOptimizer, make=lambda p: p.to(torch.complex64)),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)  # each in one of them
 
@@ -170,10 +171,11 @@ def test_a_copy_lies_between_the_values_before_and_after_the_step():
     """But for a hundredth of their spread, which is the length of this step."""
     before = torch.tensor([3.0, -3.0, 4.0, -4.0], dtype=torch.float64)
     step = before.flip(0)
-    for at, is_copy in ((-0.02, False), (-0.005, True), (1.005, True), (1.02, False)):
+    for at, is_copy in ((-0.02, False), (-0.005, True), (0.5, True), (1.005, True), (1.02, False)):
         assert _is_between(before + at * step, before, before + step) is is_copy, at
     for size, proves in ((1.0, True), (1.01, False)):  # a step is no larger than the parameter
         assert _is_telling(nn.Parameter(before), 0.0, before, before + size * step) is proves
+    assert _sample(torch.arange(1000.0)).tolist() == [*range(0, 1000, 4)], "256 values at most"
 
 
 @pytest.mark.parametrize(("scale", "is_telling"), [(None, True), (2.0, False), (2.5, True)])
@@ -185,6 +187,8 @@ def test_a_gradient_hides_a_copy_only_where_it_looks_like_the_parameter(scale, i
     parameter.grad = unlike if scale is None else before / scale
     after = before - 0.1 * parameter.grad
     assert _is_telling(parameter, 0.0, before, after) is is_telling
+    parameter.grad = before.roll(2)  # its fit, 0.96 of it, lies half way to this end of the step
+    assert not _is_telling(parameter, 0.0, before, 1.92 * parameter.grad - before)
 
 
 def test_a_first_step_without_an_effect_gets_a_warning(wrap_sgd, caplog):

@@ -43,7 +43,7 @@ def adamw(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def take_step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    net(torch.ones(4, 3)).square().mean().backward()
+    net(torch.randn(4, 3)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 

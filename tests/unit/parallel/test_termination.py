@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from gossipdp import Checkpoints
 from gossipdp.parallel import entry
 from gossipdp.parallel.checkpoint import file_path, read
-from gossipdp.parallel.termination import TERMINATION, Termination
+from gossipdp.parallel.termination import TERMINATION, Termination, _is_interactive
 from gossipdp.protocol.actions import Notice
 
 pytestmark = [
@@ -53,6 +53,7 @@ def test_a_signal_saves_between_two_steps_and_ends_the_worker(terminable, tmp_pa
         step(model, optimizer)
     assert ended.value.code == 128 + number
     assert isinstance(ended.value, KeyboardInterrupt) == (number == signal.SIGINT)
+    assert TERMINATION.was_asked
     assert steps_saved(tmp_path) == [2]
     if number == signal.SIGINT:  # a script that catches it goes on
         step(model, optimizer)
@@ -245,6 +246,8 @@ def test_a_second_ctrl_c_interrupts_at_once(terminable, tmp_path):
 def test_ctrl_c_is_a_notebook_s_own(terminable, monkeypatch):
     model, _ = terminable
     model.close()
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
+    assert not _is_interactive(), "a script imports it"
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     monkeypatch.setattr("gossipdp.parallel.termination.send_report", (reports := []).append)
     termination = Termination()
@@ -307,20 +310,23 @@ def test_one_sigterm_saves_all_models(pair, loop, signal_in):
             assert torch.equal(from_file[f"model/{key}"], value), (place, key)
 
 
-@pytest.mark.parametrize(("first", "steps"), [("closed", []), ("poisoned", []), ("ended", [1])])
-def test_a_model_in_any_state_keeps_no_other_from_its_save(pair, caplog, first, steps):
+@pytest.mark.parametrize("first", ["closed", "ended", "poisoned", "without a place"])
+def test_a_model_in_any_state_keeps_no_other_from_its_save(pair, caplog, first):
+    reasons = {"poisoned": "the parameters or", "without a place": "[Errno 17] File exists"}
     pair.body(torch.ones(1, 3))
     if first == "closed":
         pair.models[0].close()
     elif first == "ended":
         pair.models[0]._worker.checkpointer.take_last()
-    else:
+    elif first == "poisoned":
         with torch.no_grad():
             pair.models[0].module.weight[0, 0] = float("nan")
+    else:
+        (pair.places[0] / "worker-0").touch()
     terminate()
     with pytest.raises(SystemExit) as ended:
         pair.models[1](torch.ones(1, 3))
-    is_ill = first == "poisoned"
-    assert ended.value.code == (1 if is_ill else 128 + signal.SIGTERM)
-    assert [steps_saved(place) for place in pair.places] == [steps, [1]]
-    assert (f"NOT be saved in {pair.places[0]}: the parameters or" in caplog.text) == is_ill
+    assert ended.value.code == (1 if first in reasons else 128 + signal.SIGTERM)
+    assert [steps_saved(place) for place in pair.places] == [[1] * (first == "ended"), [1]]
+    text = f"NOT be saved in {pair.places[0]}: {reasons.get(first, '')}"
+    assert (text in caplog.text) == (first in reasons)

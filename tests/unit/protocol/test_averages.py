@@ -3,7 +3,7 @@
 import pytest
 from consolidation import epoch
 
-from gossipdp.protocol.actions import AverageEnded, FinishChunk, Forget, Send, SendPartial
+from gossipdp.protocol.actions import AverageEnded, FinishChunk, Forget, Send
 from gossipdp.protocol.averages import MAX_REQUESTS, LiveAverages
 from gossipdp.protocol.messages import AskAverage, Epoch, PullPartials, Stalled, TellAverage
 from gossipdp.protocol.reduction import GRACE, REPEAT_AFTER, STALLED_AFTER, WINDOW
@@ -33,26 +33,15 @@ def test_a_death_begins_anew_without_it():
 def test_the_sum_of_a_caller_that_died_is_forgotten():
     leaf = worker(1)
     leaf.receive(0, ask(1, 0, 1, 2))
+    for start in (0, NUM_CHUNKS):
+        pull = PullPartials(epoch(1), start, NUM_CHUNKS)
+        assert leaf.receive(2, pull) == [], "not its parent"
     assert leaf.review({0, 1}) == [], "a death elsewhere is for the caller to see"
     assert leaf.review({1, 2}) == [Forget(epoch(1))]
     assert leaf.is_idle
     leaf.receive(0, ask(1, 0, 1, 2))
     quiet = [leaf.tick({0}, {}) for _ in range(24)]
     assert quiet.index([Forget(epoch(1))]) == 23, "its caller must have given it up"
-
-
-def test_a_member_keeps_its_values_until_its_parent_says_that_all_has_come():
-    leaf = worker(1)
-    leaf.receive(0, ask(1, 0, 1, 2))
-    everything = PullPartials(epoch(1), NUM_CHUNKS, NUM_CHUNKS)
-    sent = leaf.receive(0, PullPartials(epoch(1), 0, NUM_CHUNKS))
-    assert sent[1:] == [SendPartial(0, epoch(1), chunk) for chunk in range(NUM_CHUNKS)]
-    assert leaf.receive(2, everything) == [], "not its parent"
-    last = PullPartials(epoch(1), NUM_CHUNKS - 1, NUM_CHUNKS)
-    assert leaf.receive(0, last) == [Forget(epoch(1), NUM_CHUNKS - 1)]
-    assert not leaf.is_idle
-    assert leaf.receive(0, everything) == [Forget(epoch(1))]
-    assert leaf.is_idle
 
 
 def test_an_average_to_which_nobody_gives_ends_at_once():

@@ -8,7 +8,7 @@ from gossipdp.protocol import actions as do
 from gossipdp.protocol import messages as say
 from gossipdp.protocol.consolidate import Consolidation
 from gossipdp.protocol.members import Status
-from gossipdp.protocol.reduction import REPEAT_AFTER
+from gossipdp.protocol.reduction import REPEAT_AFTER, WINDOW
 
 
 def pull_results(number: int, start: int) -> say.PullResults:
@@ -23,7 +23,6 @@ def test_alone_without_a_message():
     assert machine.chunk_finished(epoch(1), 0, 0.0) == []
     assert machine.chunk_finished(epoch(2), 1, 0.0) == [], "of another sum"
     assert machine.chunk_finished(epoch(1), 1, 0.0) == [do.Commit(epoch(1), 0.0, 1), do.Finished()]
-    assert machine.is_finished
     assert machine.review(view(1)) == []
 
 
@@ -122,10 +121,10 @@ def test_a_child_that_joined_before_its_parent_says_once_more_what_it_wants():
 
 
 def test_a_result_is_sent_once_an_epoch_and_link_and_never_beyond_what_there_is_room_for():
-    machine = worker(0, num_chunks=1, num_copied_chunks=2, among=view(2))
+    machine = worker(0, num_chunks=1, num_copied_chunks=9, among=view(2))
     machine.partial_landed(1, epoch(1), 0)
     machine.chunk_finished(epoch(1), 0, 0.0)
-    sent = [do.SendResult(1, epoch(1), chunk) for chunk in range(3)]
+    sent = [do.SendResult(1, epoch(1), chunk) for chunk in range(WINDOW + 1)]
     asks = say.PullResults(epoch(1), epoch(1), 0, 2)
     assert machine.receive(1, asks)[-2:] == sent[:2]
     assert machine.receive(1, asks) == [], "they are on their way"
@@ -135,7 +134,7 @@ def test_a_result_is_sent_once_an_epoch_and_link_and_never_beyond_what_there_is_
     machine.receive(1, further)
     assert ticks(machine, 1) == [], "a repetition brings nothing further"
     again = machine.receive(1, say.PullResults(epoch(2), epoch(1), 0, 9))
-    assert [each for each in again if isinstance(each, do.SendResult)] == sent
+    assert [each for each in again if isinstance(each, do.SendResult)] == sent[:WINDOW]
     machine.link_lost(1)
     again = machine.receive(1, say.PullResults(epoch(2), epoch(1), 1, 9))
     assert [each for each in again if isinstance(each, do.SendResult)] == sent[1:]
@@ -166,12 +165,13 @@ def test_a_new_epoch_begins_with_nothing_of_the_last():
     for child in (1, 2):
         machine.partial_landed(child, epoch(1), 0)
     machine.chunk_finished(epoch(1), 0, 5.0)
+    machine.receive(2, pull_results(1, 0))
     machine.review(view(3, worker2=Status.DEAD))
     assert do.SendResult(1, epoch(2), 0) not in machine.receive(1, pull_results(2, 0))
     for chunk in range(2):
         machine.partial_landed(1, epoch(2), chunk)
     assert do.SendResult(1, epoch(2), 0) in machine.chunk_finished(epoch(2), 0, 1.0)
-    machine.chunk_finished(epoch(2), 1, 1.0)
+    assert machine.chunk_finished(epoch(2), 1, 1.0) == [do.SendResult(1, epoch(2), 1)]
     assert do.Commit(epoch(2), 2.0, 2) in machine.receive(1, say.Distance(epoch(2), 2.0))
 
 

@@ -155,8 +155,6 @@ def test_ill_typed_members_do_not_decode(index, value):
         msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=Member)
 
 
-# --- joining -------------------------------------------------------------------------------
-
 KNOWN = [Member(0, 2, 7, Status.DEAD), Member(1, 0, 8), Member(5, 1, 3, Status.JOINING)]
 
 

@@ -24,7 +24,7 @@ from gossipdp.protocol.messages import ProtocolError, decode
         [["Free"], [[rank, 0, 0] for rank in range(257)], []],
         [["Free"], [], [[0, rank, 1, 1] for rank in range(257)]],
         [["Free", 1], [], []],
-        [["Abort", [1, 2, 3], "x" * 1001], [], []],
+        [["Abort", [1, 2, 3], "x" * 201], [], []],
         [["Free"], [[0, 0, 0, 7, "host", 1]], []],
         [["Propose", [3, 1, 12], math.nan], [], []],
         [["Propose", [3, 1, 12], math.inf], [], []],

@@ -36,8 +36,6 @@ def test_first_choice_follows_lambda():
     assert first.count(2) / 4000 == pytest.approx(0.75, abs=0.03)
 
 
-# --- the graph over the live workers -------------------------------------------------------
-
 RING = Constants.of(build_graph("ring", 8), 2.0)
 
 

@@ -191,12 +191,12 @@ class Known:
     own: ProgressEntry | None = None
 
 
-@given(link_events)
-def test_silence_news_rests_and_the_next_deadline_are_those_of_a_model_after_every_event(events):
+@given(link_events, st.sampled_from([TIMEOUT_S, TIMEOUT_S, 0.2]))
+def test_silence_news_rests_and_deadlines_are_those_of_a_model_after_every_event(events, timeout_s):
     """Worker 9 is no member: nothing is kept of it without a link."""
     membership, progress = Membership(Member(0, 0, 70)), Progress(0, 70)
     membership.merge_all(Member(rank, 0, 70 + rank) for rank in (1, 2))
-    peers, now, awake = Peers(membership, progress, TIMEOUT_S), 100.0, -math.inf
+    peers, now, awake = Peers(membership, progress, timeout_s), 100.0, -math.inf
     heard: dict[int, float] = {}
     rests: dict[int, tuple[float, float]] = {}  # until when, and how long
     silent: set[int] = set()
@@ -204,13 +204,13 @@ def test_silence_news_rests_and_the_next_deadline_are_those_of_a_model_after_eve
     urgent = 0
 
     def beat_at(peer: int) -> float:
-        interval = TIMEOUT_S / 10
+        interval = timeout_s / 10
         if links[peer].members < membership.version:
-            interval = 0.0 if links[peer].members < urgent else 0.05
+            interval = 0.0 if links[peer].members < urgent else min(interval, 0.05)
         return links[peer].sent + interval
 
     def falls_at(peer: int) -> float:
-        return max(heard[peer], awake) + TIMEOUT_S
+        return max(heard[peer], awake) + timeout_s
 
     def check_sent(sent: Send[Envelope]) -> None:
         link, members = links[sent.peer], membership.news(links[sent.peer].members)[0]
@@ -261,7 +261,7 @@ def test_silence_news_rests_and_the_next_deadline_are_those_of_a_model_after_eve
                 assert peers.wrap(peer, Heartbeat(), now).message == Envelope(Heartbeat())
             case "stood" if peer in links:
                 peers.stood_still(peer, now)
-                rest_s = min(max(2 * rests.get(peer, (0.0, 0.0))[1], TIMEOUT_S), 16 * TIMEOUT_S)
+                rest_s = min(max(2 * rests.get(peer, (0.0, 0.0))[1], timeout_s), 16 * timeout_s)
                 rests[peer], has_changed = (now + rest_s, rest_s), True
             case "step":
                 progress.add(1)

@@ -95,22 +95,22 @@ def test_who_slept_blames_nobody_whatever_it_is_told_first(first, waits_for):
 
 
 def test_the_clock_is_looked_at_even_where_there_is_nothing_to_wait_for():
-    """Or a long quiet time would look like a stall."""
+    """Or a long quiet time would look like a stall. No input puts off a tick of sums, either."""
     worker = make_worker(*(), status=Status.JOINING)
     now = 0.0
     for _ in range(20):
         worker.poll(now)
         due = worker.next_deadline()
         assert now < due <= now + TIMEOUT_S / 4
+        worker.heard(0, (now + due) / 2)
+        assert worker.next_deadline() == due
         now = due
 
 
 def test_poison_answers_busy_and_gives_nothing():
     worker = make_worker(0, 2)
     worker.receive(0, ask(0), 0.1)
-    abort, stop = worker.poisoned(0.5)[:2]
-    assert isinstance(abort, Send)
-    assert isinstance(stop, Stop)
+    assert [type(each) for each in worker.poisoned(0.5)[:2]] == [Send, Stop]
     assert not worker.can_donate
     worker.release(0.6)
     assert isinstance(said(worker.receive(2, ask(2), 0.7), 2)[0], say.Busy)
@@ -155,8 +155,9 @@ def test_an_exchange_with_one_that_still_trains_keeps_nobody_out_of_the_average(
     actions = worker.receive(0, say.Envelope(begin), 0.5)
     assert [stop.peer for stop in of_type(actions, Stop)] == ([2] if trains else [])
     assert worker.consolidation.has_begun is trains
+    worker.receive(0, say.Envelope(say.CommitEpoch(begin.epoch, 0.0)), 0.55)
     worker.finished(ask(2).message.id, 0.6)
-    assert worker.consolidation.has_begun
+    assert worker.consolidation._attempt.is_committed, "each message came in its turn"
 
 
 def test_a_leader_whose_wait_is_over_ends_its_exchange_with_one_that_still_trains():
@@ -187,10 +188,8 @@ def test_a_wait_that_ends_within_an_exchange_begins_no_average_before_its_end(me
     assert [rank for rank, _ in begun.members] == [1, 2]
 
 
-# --- nothing that others say makes a message too long --------------------------------------
-
-
 def crowd(count: int, status: Status = Status.ALIVE) -> list[Member]:
+    """Return members whose records are as long as they may be."""
     host = "h" * 255
     return [
         Member(rank, 2**31 - 1, 2**63 - 1, status, host, 65535, host, 65535)
@@ -239,3 +238,12 @@ def test_a_joiner_is_told_of_the_latest_of_a_forgotten_ranks_thousands_of_lives(
     worker.progress.merge_all(lives, 0.0)
     answer = worker.answer_joiner()
     assert first_incarnation(answer.members, None, answer.progress) == (6, 2000)
+
+
+def test_the_reasons_why_a_thousand_are_left_out_fit_one_message():
+    longest = "\U0001f600" * 200  # four bytes each
+    left_out = tuple(say.LeftOut((rank, 2**63 - 1), longest) for rank in range(1000))
+    begin = say.BeginEpoch(say.Epoch(1, 0, 70), ((0, 70),), None, left_out=left_out)
+    data = say.encode(say.Envelope(begin))
+    assert len(data) < MAX_CONTROL_BYTES
+    assert say.decode(data).message == begin

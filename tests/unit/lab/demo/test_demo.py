@@ -1,6 +1,6 @@
 import json
 from collections.abc import Collection
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from msgspec.structs import replace
@@ -56,12 +56,19 @@ def test_those_that_hold_the_average_are_neither_killed_nor_late():
         training.averaged_together(make_log(3, killed=range(3)))
 
 
-def test_the_run_outlasts_its_faults_unless_its_samples_are_given():
-    assert DemoArguments().least_s == 0
-    assert DemoArguments(faults="kill 0 at 50s").least_s > 51
-    assert DemoArguments(faults="stop 70s 0 at 5s").least_s > 76
-    assert DemoArguments(faults="kill 0 at 50s", samples=3200).least_s == 0
-    assert DemoArguments(faults="kill 0 at 50s", seconds=9.0).least_s == 9.0
+def test_the_run_outlasts_its_faults_and_what_they_bring_unless_its_samples_are_given():
+    def least_s(faults: str | None, **options: Any) -> float:
+        return DemoArguments(faults=faults, **options).least_s
+
+    assert least_s(None) == least_s("slow 4x 2") == 0
+    assert least_s("slow 4x 2 at 3s for 4s") > 8
+    assert least_s("kill 0 at 5s") > 6
+    assert least_s("kill 0 at 5s", restart=True) > least_s("kill 0 at 5s")
+    assert least_s("kill every 5s") == least_s("kill 0 at 5s")
+    assert least_s("kill 0 at 5s; stop 20s 1 at 4s") > 24
+    assert least_s("stop 0.5s 1 at 4s") > 10
+    assert least_s("kill 0 at 50s", samples=3200) == 0
+    assert least_s("kill 0 at 50s", seconds=9.0) == 9.0
 
 
 def test_a_worker_that_did_not_come_back_is_named():

@@ -7,27 +7,11 @@ from clocks import Clock
 from rich.console import Console
 
 from gossipdp.gossip.counters import Counters
-from gossipdp.launcher.faults import FaultPlan, FaultRecord
+from gossipdp.launcher.faults import FaultRecord
 from gossipdp.observe.log import RunLogWriter, worker_file
 from gossipdp.protocol.actions import Notice
-from gossipdp_lab.demo import least_duration_s
 from gossipdp_lab.demo.watch import LiveView, answers_of, fault_results
 from gossipdp_lab.report.run_log import RunLog
-
-
-def least_s(text: str, *, restart: bool = False) -> float:
-    return least_duration_s(FaultPlan.parse(text), restart=restart)
-
-
-def test_the_run_is_longer_than_its_faults_and_what_they_bring():
-    assert least_duration_s(FaultPlan(), restart=False) == 0
-    assert least_s("slow 4x 2") == 0
-    assert least_s("slow 4x 2 at 3s for 4s") > 8
-    assert least_s("kill 0 at 5s") > 6
-    assert least_s("kill 0 at 5s", restart=True) > least_s("kill 0 at 5s")
-    assert least_s("kill every 5s") == least_s("kill 0 at 5s")
-    assert least_s("kill 0 at 5s; stop 20s 1 at 4s") > 24
-    assert least_s("stop 0.5s 1 at 4s") > 10
 
 
 def did(kind: Any, rank: int, at_s: float, for_s: float | None = None) -> FaultRecord:

@@ -73,10 +73,7 @@ def test_runs_are_as_long_as_theory_says_or_as_is_affordable():
             {"compute_time": SlowedTime(ConstantTime(0.1), {2: 4.0, 3: 1.5, 0: 2.0})},
         ),
         ("--fidelity links --model-mb 4 --seed 7", {"model_bytes": 4e6, "seed": 7}),
-        (
-            "--fidelity links --latency-ms 2 --link-mbps 80",
-            {"links": LinkModel(Link(0.002, 1e7))},
-        ),
+        ("--fidelity links --latency-ms 2 --link-mbps 80", {"links": LinkModel(Link(0.002, 1e7))}),
         ("--workload digits", {"optimizer": SGD, "num_steps": 100.0}),
     ],
 )

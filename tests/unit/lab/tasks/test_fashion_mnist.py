@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from image_files import fashion_mnist_arrays, idx, write_fashion_mnist
+from image_files import idx, write_fashion_mnist
 
 from gossipdp_lab.tasks import FashionMnistOptions
 from gossipdp_lab.tasks.images import FashionMnist, read_fashion_mnist, read_idx
@@ -17,8 +17,7 @@ def recipe_of(folder: Path, **options: Any) -> FashionMnist:
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_the_values_that_were_written_come_back(tmp_path, suffix):
-    write_fashion_mnist(tmp_path, num_train=30, num_test=20, suffix=suffix)
-    arrays = fashion_mnist_arrays(num_train=30, num_test=20)
+    arrays = write_fashion_mnist(tmp_path, num_train=30, num_test=20, suffix=suffix)
     for (images, labels), part in zip(read_fashion_mnist(tmp_path), ("train", "t10k"), strict=True):
         assert (images.dtype, labels.dtype) == (torch.uint8, torch.int64)
         assert images.shape[1:] == (1, 28, 28)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from image_files import SYNSETS, cifar10_files, write_cifar10, write_imagenet
+from image_files import SYNSETS, write_cifar10, write_imagenet
 from PIL import Image
 
 from gossipdp_lab.tasks import Cifar10Options, ImageNetOptions
@@ -38,7 +38,7 @@ def test_cifar10_from_its_folder_or_the_one_around_it(tmp_path):
         assert (images.dtype, labels.dtype) == (torch.uint8, torch.int64)
         assert (len(labels), len(test_images), len(test_labels)) == (40, 8, 8)
     # The patch of class 0 is red and at the top, as the files were written.
-    content = cifar10_files(8)["data_batch_1.bin"]
+    content = (tmp_path / "cifar-10-batches-bin" / "data_batch_1.bin").read_bytes()
     assert labels[0] == content[0]
     assert bytes(images[0].flatten().tolist()) == content[1 : 1 + 3072]
 
