@@ -273,8 +273,8 @@ PHRASES = {
         f"at most {max(times_ddp('local_sgd_torchft@16', 'diloco_torchft@16')):.2f} times.",
         f"both {BELOW}% below it and {BELOW_DILOCO}% below DiLoCo (two); with 0.1, as above, "
         f"{CALM}% and {BOTH}% above DDP (one).",
-        f"ended {WITHOUT_WAITS[0]:.1f}% below DDP and {WITHOUT_WAITS[1]:.1f}% below its bf16 hook, "
-        f"{math.floor(STARVED)}% or more below all",
+        f"ended {WITHOUT_WAITS[0]:.1f}% below DDP and {WITHOUT_WAITS[1]:.1f}% below its bf16 hook; "
+        f"with kills and less of one core {math.floor(STARVED)}% or more below all.",
         f"{GAP}% above it after 2,048 steps with an idle core, at {SHARE} of its bytes; "
         f"{ON_HOST:.0f} to {TCP:.0f}% with busy cores; on a GPU, by older "
         f"rules and with an exchange in {1 / LARGE['gossipdp']['comm_rate']:.0f} steps, {ON_GPU}%",
@@ -401,6 +401,8 @@ PHRASES = {
         f"keep {min(IN_ALL):.1f} or more of their exchanges, single ones {min(SINGLE):.2f} or more",
     ],
     "docs/limits.md": [
+        f"from [{more(RACE['calm']['ddp']['loss_ratio'], 1):.1f}% above](race.md#nothing-happens)",
+        f"to [{WITHOUT_WAITS[0]:.1f}% below](race.md#without-waits)",
         f"At most {len(MANY['workers'])} workers ran, on one machine, for "
         f"{MANY['figures']['steps of a worker, mean']:.0f} steps each",
         f"up to {int(LARGEST.split()[3]) / 1e6:.0f} million values",
