@@ -290,7 +290,7 @@ PHRASES = {
         f"{GAP}% above it after 2,048 steps with an idle core, at {SHARE} of its bytes; "
         f"{ON_HOST:.0f} to {TCP:.0f}% with busy cores; on a GPU, by older "
         f"rules and with an exchange in {1 / LARGE['gossipdp']['comm_rate']:.0f} steps, {ON_GPU}%",
-        f"Its bf16 hook ends {BF16}% below it.",
+        f"DDP's bf16 hook ends {BF16}% below it.",
         f"tried with at most {len(MANY['workers'])} workers",
     ],
     "docs/race.md": [
