@@ -7,16 +7,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from run_processes import RunCommand, load_script
+from run_processes import RunCommand
 
 from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.log import CountsRecord, worker_file
 from gossipdp_lab.demo.training import DIGEST, METRIC
 from gossipdp_lab.report.run_log import LogReader, RunLog, WorkerLog
+from support import hosts as hosts_of_benchmarks
 
 pytestmark = pytest.mark.processes
-SUPPORT = Path(__file__).parents[2] / "benchmarks" / "support"
-hosts_of_benchmarks = load_script(SUPPORT / "hosts.py")
 ip = partial(hosts_of_benchmarks.run, "ip")
 
 NUM_WORKERS = 6

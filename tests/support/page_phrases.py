@@ -9,8 +9,9 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
-from pages import SUMMARY, Row, above, finished, result
+from pages import SUMMARY, Row, above, finished, result, stored
 from quality_simulated import ROWS, Runs, Setting, paired_difference, result_of
+from race_report import ours_over
 from support.finished_runs import loss_of
 from support.report import RESULTS, Spread
 
@@ -44,13 +45,18 @@ def more(figure: float, than: float) -> float:
 
 # The race
 
-RACE, RACE_BUSY = result("race"), result("race_busy")
-WORST = "kills10_moving"
+RACE, WORST = result("race"), "kills10_moving"
 
 
 def below(condition: str, row: str, name: str = "race_busy") -> float:
     """Return by how many percent gossipdp's loss is below a row's: the median over the rounds."""
     return 100 * (1 - result(name)[condition][row]["loss_ratio"])
+
+
+def each_below(condition: str, row: str) -> list[float]:
+    """Return by how many percent gossipdp's loss is below a row's in each round without waits."""
+    runs = stored("race_busy")[condition]
+    return [100 * (1 - ours_over("loss", run, (), runs["gossipdp"])) for run in runs[row]]
 
 
 LONG = {
@@ -81,18 +87,6 @@ def times_ddp(*names: str) -> list[float]:
         for name in SUMMARY
         for row in names
     ]
-
-
-def each_below(condition: str, row: str) -> list[float]:
-    """Return the same of each round without waits."""
-    ours, theirs = (
-        {
-            run["settings"]["seed"]: run["result"]["loss"]
-            for run in RACE_BUSY[condition][name]["runs"]
-        }
-        for name in ("gossipdp", row)
-    )
-    return [100 * (1 - ours[seed] / loss) for seed, loss in theirs.items()]
 
 
 # Quality
