@@ -80,9 +80,13 @@ def hang(directory: Path) -> list[list[float]] | None:
         wait_until(lambda: all(path.exists() for path in ends), "the others have ended")
         run.model.close()
         return None
+    (directory / f"ready-{run.rank}").touch()
+    both = [directory / "ready-0", directory / "ready-1"]
+    wait_until(lambda: all(path.exists() for path in both), "both are ready", run.step)
     began_s = time.monotonic()
     assert run.model.consolidate(timeout_s=1.0).world_size == 2
-    assert time.monotonic() >= began_s + 1.0
+    # Worker 0 leads: its wait ends that of worker 1, which may have called a moment later.
+    assert run.rank == 1 or time.monotonic() >= began_s + 1.0
     (directory / f"end-{run.rank}").touch()
     return [value.tolist() for value in run.net.parameters()]
 

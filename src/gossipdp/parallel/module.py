@@ -346,10 +346,11 @@ class GossipDataParallel(nn.Module):
 
         It serves exchanges until every live worker has called it. It waits as long as they show
         life, or for ``timeout_s`` if that is given: then the average goes on without those that
-        still train (a training loop may hang). Give all workers the same. While it waits, a line
-        every 10 seconds names the others, and when each last made a step. If a worker has
-        called it and lives, but gives nothing to the average for a few time-outs, the others go on
-        without that one too. A worker that is left out ends with an average of its own;
+        still train (a training loop may hang). Give all workers the same; of those that wait, the
+        lowest rank's ``timeout_s`` counts, from its own call. While it waits, a line every 10
+        seconds names the others, and when each last made a step. If a worker has called it and
+        lives, but gives nothing to the average for a few time-outs, the others go on without that
+        one too. A worker that is left out ends with an average of its own;
         ``Consolidated.world_size`` is the number of workers in the average.
 
         Consolidate several models in the same order on all workers: else they wait for each other.
