@@ -98,8 +98,7 @@ def test_news_costs_what_is_new_and_not_what_is_known():
         assert table.news(before) == ((done,), table.version)
     assert n - 1 <= watched.num_seen <= 2 * n
     news, brought_to = table.news(0, n + 1)
-    assert [member.rank for member in news] == list(range(n))
-    assert brought_to == table.version
+    assert ([member.rank for member in news], brought_to) == (list(range(n)), table.version)
 
 
 def test_joiners_are_capped_and_forgotten_and_not_dialled_for_ever(monkeypatch):
