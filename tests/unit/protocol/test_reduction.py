@@ -47,8 +47,7 @@ def test_a_tree_is_binary_flat_and_has_its_last_members_as_leaves(has_suspects):
         for rank, above in list(parents.items())[1:]:
             assert above < rank, "no circle"
             assert list(parents.values()).count(rank) <= 2
-        depth = 0
-        rank = ranks[-1]
+        depth, rank = 0, ranks[-1]
         while (rank := parents[rank]) is not None:
             depth += 1
         assert depth <= num_members.bit_length() + has_suspects - 1
@@ -269,14 +268,15 @@ def test_accused_and_accuser_are_suspect_and_a_suspect_that_stalls_again_is_left
     assert blame.begin(others) == (others, False), "none of these is suspect"
 
 
-def test_an_attempt_never_ends_without_a_consequence():
+@pytest.mark.parametrize(("ticks", "suspects"), [(1, {1}), (2, {1, 3})])
+def test_an_attempt_never_ends_without_a_consequence(ticks, suspects):
     """A member that names its child just before each judgement could make it restart for ever."""
     blame = Blame(0)
     blame.said(0, stalled(1))
-    assert [blame.tick() for _ in range(GRACE - 1)] == [None] * (GRACE - 1)
-    blame.said(1, stalled(3))  # not ripe, and yet an excuse
-    assert blame.tick() == {}
-    assert blame.suspects == {1}
+    assert {blame.tick() for _ in range(GRACE - ticks)} == {None}
+    blame.said(1, stalled(3))  # after one tick it is not ripe, and yet an excuse
+    assert [blame.tick() for _ in range(ticks)] == [*[None] * (ticks - 1), {}]
+    assert blame.suspects == suspects
 
 
 @pytest.mark.parametrize(

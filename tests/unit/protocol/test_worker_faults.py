@@ -94,15 +94,15 @@ def test_who_slept_blames_nobody_whatever_it_is_told_first(first, waits_for):
     assert notice.silent_s == 3600.0
 
 
-def test_the_clock_is_looked_at_even_where_there_is_nothing_to_wait_for():
-    """Or a long quiet time would look like a stall. No input puts off a tick of sums, either."""
-    worker = make_worker(*(), status=Status.JOINING)
-    now = 0.0
+@pytest.mark.parametrize("linked", [(), (0,)])
+def test_the_clock_is_looked_at_even_where_there_is_nothing_to_wait_for(linked):
+    """Or a long quiet time would look like a stall. No input puts off what is due, either."""
+    worker, now = make_worker(*linked, status=Status.JOINING), 0.0
     for _ in range(20):
         worker.poll(now)
         due = worker.next_deadline()
         assert now < due <= now + TIMEOUT_S / 4
-        worker.heard(0, (now + due) / 2)
+        worker.receive(0, say.Envelope(say.AskMembers()), (now + due) / 2)
         assert worker.next_deadline() == due
         now = due
 
