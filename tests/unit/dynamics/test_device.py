@@ -542,19 +542,27 @@ def driver(monkeypatch) -> Driver:
     return made
 
 
+@pytest.mark.usefixtures("card")
 @pytest.mark.parametrize("refuses", [False, True])
 @pytest.mark.parametrize(("is_peers", "flags"), [(False, 1), (True, 9)])
 def test_pages_are_locked_as_long_as_somebody_holds_them(
     monkeypatch, driver, refuses, is_peers, flags
 ):
+    """Unless the driver refuses, all that lies within is pinned meanwhile."""
     driver.status = 7 if refuses else 0
-    values = torch.zeros(64, dtype=torch.uint8)
-    expected = {} if refuses else {values.data_ptr(): (64, flags)}
-    pinned = _Pinned(memoryview(values.numpy()), 0, is_peers=is_peers)
-    assert (pinned.status, driver.locked) == (driver.status, expected)
-    del pinned
+    device, values = device_of({torch.device("cuda:0")}), torch.zeros(64)
+    device.load(0, values)
+    memory = memoryview(values[8:24].numpy()).cast("B")
+    expected = {} if refuses else {values[8:24].data_ptr(): (64, flags)}
+    held = device.pin(memory, is_peers=is_peers)
+    assert (held is None, driver.locked) == (refuses, expected)
+    assert bool(device._slots) == is_peers, "another memory of this worker's has other slots"
+    parts = values[8:24], values[8:9], values[23:24], values[7:9], values[23:25], values[0:4]
+    assert list(map(device.is_pinned, parts)) == [not refuses] * 3 + [False] * 3
+    del held
     assert not driver.locked
-    forked = _Pinned(memoryview(values.numpy()), 0, is_peers=is_peers)
+    assert not any(map(device.is_pinned, parts))
+    forked = _Pinned(memory, 0, is_peers=is_peers)
     monkeypatch.setattr(os, "getpid", lambda: -1)
     del forked
     assert driver.locked == expected, "a forked child unlocks nothing"
@@ -569,13 +577,6 @@ def test_memory_that_cannot_be_unlocked_is_kept(monkeypatch, driver):
     driver.status = 1
     del pinned
     assert kept == [memory]
-
-
-def test_what_lies_within_pinned_memory_is_pinned(driver):
-    values = torch.zeros(64)
-    pinned = _Pinned(memoryview(values[8:24].numpy()).cast("B"), 0, is_peers=False)
-    parts = values[8:24], values[8:9], values[23:24], values[7:9], values[23:25], values[0:4]
-    assert list(map(pinned.holds, parts)) == [True, True, True, False, False, False]
 
 
 def test_an_interrupt_just_after_pages_were_locked_unlocks_them(driver):
@@ -673,8 +674,7 @@ def test_large_memory_is_zeros_on_page_ends_of_its_own(monkeypatch):
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         length = devices.LEAST_HUGE_BYTES // dtype.itemsize + 3
         values, others = (devices.zeros(length, dtype, cpu) for _ in range(2))
-        assert values.shape == (length,)
-        assert values.dtype is dtype
+        assert (values.shape, values.dtype) == ((length,), dtype)
         assert values.data_ptr() % devices.HUGE_PAGE_BYTES == 0
         assert not values.any()
         values[:5].fill_(1.0)
