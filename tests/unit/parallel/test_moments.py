@@ -416,9 +416,9 @@ def test_after_one_huge_gradient_parameters_are_exchanged_as_before(wrap, caplog
 
 def test_an_optimizer_that_counts_no_steps_has_no_bias_to_correct(wrap):
     net = make_net()
-    optimizer = OwnOptimizer(net.parameters(), torch.ones_like)
-    model = wrap(net, optimizer, exchange=Exchange(moments={"kept": 4}))
+    optimizer = OwnOptimizer(net.parameters(), torch.ones_like, key="exp_avg_sq")
+    optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+    model = wrap(net, optimizer, exchange=Exchange(moments={"exp_avg_sq": 4}))
     stepped(optimizer, 3)
     moment = moments_of(model)[0].moment
-    assert moment == Moment("kept", 4, decay=0.0, steps=3)
-    assert moment.mass == 1.0
+    assert (moment, moment.mass) == (Moment("exp_avg_sq", 4, decay=0.0, steps=3), 1.0)
