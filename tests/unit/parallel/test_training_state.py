@@ -76,7 +76,6 @@ OTHER_GROUPS = {"state": {}, "param_groups": [{"params": [[], [], [], []]}]}
     ("state", "message"),
     [
         (None, "the state is of no optimizers, and there are 1 here"),
-        ([], "the state is of no optimizers"),
         ({"optimizers": 3}, "the state is of no optimizers"),
         ({"optimizers": []}, "of 0 optimizers, and there are 1 here"),
         ({"optimizers": [{}]}, "does not fit optimizer 0, a SGD; make the"),
