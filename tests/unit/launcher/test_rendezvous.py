@@ -10,6 +10,7 @@ from unittest import mock
 
 import msgspec
 import pytest
+from clocks import Clock
 from run_processes import free_port, listens
 from torch.distributed import HashStore
 from waiting import LONGEST_S, wait_until
@@ -59,13 +60,8 @@ class Alone:
     """A worker's part in a meeting, whose clock only sleeping moves: it waits in no time."""
 
     def __init__(self, own: Environment, store: Any) -> None:
-        self.now_s = 0.0
-        self.part = Rendezvous(
-            own, store, timeout_s=60, clock=lambda: self.now_s, sleep=self._sleep
-        )
-
-    def _sleep(self, seconds: float) -> None:
-        self.now_s += seconds
+        clock = Clock(100.0)
+        self.part = Rendezvous(own, store, timeout_s=60, clock=clock, sleep=clock.sleep)
 
     def meet(self, settings: Settings = SETTINGS, secret: bytes | None = None) -> RendezvousResult:
         return self.part.meet(("127.0.0.1", 1), settings, secret)
