@@ -328,6 +328,8 @@ def test_who_has_saved_since_the_end_has_only_the_time_to_end(make):
         assert not setting.workers[0].is_killed
         setting.step(2 + PATIENCE_S)
         assert setting.workers[0].is_killed == (len(setting.workers) == 3)
+        setting.step(60)
+        assert all(worker.is_killed for worker in setting.made)
 
 
 def test_a_script_that_saves_by_itself_has_nearly_as_long_as_a_save_of_ours(make):
