@@ -172,7 +172,7 @@ def connect(environment: Environment, timeout_s: float) -> "Store":
             error = failed
             time.sleep(min(0.1, left_s))
     try:
-        return TCPStore(
+        store = TCPStore(
             *address,
             is_master=hosts_it,
             wait_for_workers=False,
@@ -180,6 +180,8 @@ def connect(environment: Environment, timeout_s: float) -> "Store":
             multi_tenant=not environment.agent_store,
             timeout=timedelta(seconds=max(CLIENT_S, deadline - time.monotonic())),
         )
+        store.set_timeout(timedelta(seconds=max(1.0, deadline - time.monotonic())))
+        return store
     except RuntimeError as failed:
         raise RendezvousError(
             f"cannot {'host' if hosts_it else 'use'} the store at {address[0]}:{address[1]}: "
