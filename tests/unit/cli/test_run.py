@@ -7,6 +7,8 @@ from gossipdp.cli.main import main
 from gossipdp.cli.run import RunArguments, _common_variables, _join_line, _plan, run, stopped_line
 from gossipdp.launcher import launch_plan, local
 from gossipdp.launcher.launch_plan import LaunchPlan
+from gossipdp.launcher.processes import Ending
+from gossipdp.launcher.supervisor import Failure, Supervisor
 
 TOLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -75,18 +77,10 @@ def test_the_cores_are_shared_with_the_launchers_other_workers(monkeypatch):
     assert found["GOSSIPDP_STATUS_PORT"] == "0"
 
 
-@pytest.mark.parametrize(
-    ("options", "is_told"),
-    [
-        ({}, False),
-        ({"join": "b:1"}, True),
-        ({"rendezvous": "b:1"}, True),
-        ({"workers": None}, True),
-    ],
-)
-def test_workers_that_others_reach_are_told_the_address_that_was_given(options, is_told):
+@pytest.mark.parametrize("options", [{}, {"join": "b:1"}, {"rendezvous": "b:1"}, {"workers": None}])
+def test_workers_that_others_reach_are_told_the_address_that_was_given(options):
     arguments = RunArguments(**({"workers": 2, "host": "a"} | options))
-    assert (_common_variables(arguments, 2).get("GOSSIPDP_HOST") == "a") is is_told
+    assert (_common_variables(arguments, 2).get("GOSSIPDP_HOST") == "a") is bool(options)
 
 
 def test_a_worker_inherits_nothing_of_another_launcher(script, monkeypatch):
@@ -95,19 +89,34 @@ def test_a_worker_inherits_nothing_of_another_launcher(script, monkeypatch):
     monkeypatch.delenv("GOSSIPDP_SECRET")
     monkeypatch.setenv("MY_OWN", "7")
 
-    class StartedError(Exception):
-        pass
-
     def start(command: list[str], variables: Mapping[str, str]) -> None:
         sevens = {name for name, value in variables.items() if value == "7"}
         assert sevens == {"MY_OWN"}
         assert variables["RANK"] == "0"
-        raise StartedError
+        raise NotImplementedError  # the test goes no further
 
     make, kept = local.Spares, list[int]()
     monkeypatch.setattr(local, "Spares", lambda *of: kept.append(of[2]) or make(*of))
     monkeypatch.setattr(local, "ScriptWorker", start)
     options = {"workers": 4, "nproc_per_replica": 2, "max_restarts": 3, "spares": 2}
-    with pytest.raises(StartedError):
+    with pytest.raises(NotImplementedError):
         run(RunArguments(**options, script=(script,)))
     assert kept == [4], "one for each process of two replicas"
+
+
+def test_a_failure_is_told_and_logged_and_faults_are_counted(script, tmp_path, monkeypatch, capsys):
+    def fail(supervisor: Supervisor, on_step: object) -> None:
+        supervisor._on_failure(Failure(1, (Ending("died"),), 7, is_injected=True))
+        supervisor.close()
+        raise NotImplementedError  # the test goes no further
+
+    written = []
+    monkeypatch.setattr(Supervisor, "run", fail)
+    monkeypatch.setattr("gossipdp.observe.log.write_process_end", lambda *of: written.append(of))
+    with pytest.raises(NotImplementedError):
+        run(RunArguments(workers=2, log_dir=tmp_path, faults="stop 1s", script=(script,)))
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "gossipdp: worker 1 died; that was --faults, and the run had not begun, so all are ended",
+        "gossipdp: faults: 0 done, 0 missed; not all workers here had made a gradient step",
+    ]
+    assert written == [(tmp_path / "worker-1.jsonl", 7, "died")]

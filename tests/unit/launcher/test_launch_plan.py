@@ -40,7 +40,9 @@ def test_a_run_of_its_own_has_an_id_and_a_secret():
         assert (worker.world_size, worker.local_world_size) == (3, 3)
         assert (worker.run_id, worker.secret) == (plan.run_id, str(plan.secret).encode())
     assert not plan.others_elsewhere
-    assert str(plan.secret) not in repr(plan)
+    assert (len(plan.run_id), len(plan.secret)) == (16, 32), "digits of four bits"
+    plan.join_infos[0].take(Report(secret=plan.secret))  # as of workers that have one of their own
+    assert plan.secret not in repr(plan)
 
 
 def test_the_second_of_three_hosts():
@@ -96,8 +98,7 @@ def test_a_store_that_others_reach_closes_once_all_have_begun(monkeypatch):
 
 def test_a_store_on_loopback_stays_for_the_users_process_groups(monkeypatch):
     monkeypatch.setattr(stores, "CLOSE_AFTER_S", 0.0)
-    plan = LaunchPlan.on_hosts(2)
-    with closing(plan):
+    with closing(LaunchPlan.on_hosts(2)) as plan:
         plan.open()
         store = connect(Environment.read(plan.worker_variables(0)), 30)
         for rank in range(2):
@@ -149,8 +150,7 @@ def test_torch_s_clients_have_the_time_that_a_silent_name_server_takes(monkeypat
     with closing(HostedStore()) as store:
         store._open()
         connect(client_of(store.address), 1.0)
-    assert len(given) == 2
-    assert min(given) > 28.0
+    assert [seconds > 28.0 for seconds in given] == [True, True]
 
 
 def test_a_store_that_goes_while_torch_is_imported_is_not_tried_for_long(monkeypatch):

@@ -32,7 +32,7 @@ file = os.environ["FILE"]
 atexit.register(at_the_end)
 nothing = os.stat(os.devnull)
 seen = {
-    "argv": sys.argv, "command": sys.orig_argv[1:], "names": sorted(set(globals()) - {"seen"}),
+    "argv": sys.argv, "command": sys.orig_argv, "names": sorted(set(globals()) - {"seen"}),
     "name": __name__, "file": __file__, "spec": getattr(__spec__, "name", None), "doc": __doc__,
     "loader": type(__loader__).__name__, "path": sys.path,
     "main": sys.modules["__main__"].__dict__ is globals(),

@@ -182,7 +182,6 @@ def test_close_tells_both_sides_once_behind_the_last_message(pair, world):
     there.send_control(b"abort: poisoned")
     there.close("enough")
     there.close("again")
-    assert there.closed
     assert first.handler.of("link_down") == []  # only from poll()
     world.until(lambda: second.handler.of("link_down"))
     world.settle()
@@ -200,8 +199,7 @@ def test_nothing_is_touched_after_close(pair, world):
     world.until(lambda: back.bytes_received > 0)
     there.close("enough")
     back.close("enough")
-    assert there.queued_chunks == 0
-    assert not there.has_unsent
+    assert (there.queued_chunks, there.has_unsent) == (0, False)
     copy = bytes(landing)
     payload.clear()  # a BufferError if anyone still held it
     there.send_control(b"nothing")

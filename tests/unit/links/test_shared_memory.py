@@ -119,8 +119,7 @@ def test_a_chunk_counts_until_the_peer_has_read_it(world):
     first, second, there, back = world.pair(world.shared)
     there.send_chunk(EXCHANGE, key(), first.payload(b"x"))
     world.settle(first)
-    assert not there.has_unsent
-    assert there.queued_chunks == 1
+    assert (there.queued_chunks, there.has_unsent) == (1, False)
     assert first.handler.of("writable") == []
     # Word of it rides on what goes the other way in the same turn.
     second.handler.hooks["chunk"] = lambda *_: back.send_control(b"thanks")
@@ -224,8 +223,7 @@ def test_who_has_memory_later_shares_it_later(world):
     first, second, there, back = world.pair(world.tcp)
     second.memory = second.transport.allocate(PAGE)
     world.settle()
-    assert back.is_shared
-    assert not there.is_shared
+    assert (back.is_shared, there.is_shared) == (True, False)
     other, _ = world.join(first, world.tcp(2))
     first.memory = first.transport.allocate(PAGE)
     world.until(lambda: there.is_shared and back.is_shared and other.is_shared)

@@ -55,11 +55,10 @@ def test_a_failed_dial_says_which_address_it_was(world):
 def test_an_address_that_is_not_numeric_or_no_port_is_a_failed_dial(world, caplog):
     node = world.tcp(0)
     addresses = [("a-name.example", 4000), ("127.0.0.1", 70000), ("fe80::1%nowhere", 4000)]
-    dials = list(enumerate(addresses, start=1))
-    for peer, address in dials:
+    for peer, address in enumerate(addresses, 1):
         node.transport.dial(peer, *address)
     world.settle()
-    assert node.handler.of("dial_failed") == [(*dial, False) for dial in dials]
+    assert node.handler.of("dial_failed") == [(*dial, False) for dial in enumerate(addresses, 1)]
     assert [record.name for record in caplog.records] == ["gossipdp"] * 3
 
 
@@ -367,7 +366,7 @@ class Tape(PlainStream):
 @pytest.mark.parametrize(("gap_s", "least", "most"), [(1e-5, 5, 25), (0.1, 200, 410)])
 def test_quick_packets_are_read_several_at_once(world, gap_s, least, most):
     """At full speed about one wake-up in ten of 207 reads; on a slow link each is heard."""
-    clock = Clock()
+    clock = Clock(100.0)
     first, second = world.tcp(0, clock=clock), world.tcp(1)
     here, there = world.join(first, second)
     world.settle()
@@ -409,8 +408,10 @@ def test_a_connection_that_gets_slow_or_ends_within_a_batch_is_noticed(world):
     first.transport.poll(0.001)  # a sleep ends without an event: what is there is heard
     assert here.bytes_received == before + sent
     assert here.connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1, "it is slow"
+    clock.now_s, heard_s = 1.0, here.last_heard_s
     there.connection.shutdown(socket.SHUT_RDWR)
     world.until(lambda: first.handler.of("link_down"), first)
+    assert here.last_heard_s == heard_s, "an end is no byte"
 
 
 def test_a_transport_that_is_closed_or_forgotten_leaves_no_descriptor(world, open_descriptors):
@@ -430,7 +431,6 @@ def test_a_transport_that_is_closed_or_forgotten_leaves_no_descriptor(world, ope
 
 
 def test_a_wake_that_the_close_overtakes_writes_to_no_descriptor(world):
-    """Another thread closes the transport just before the guard is taken."""
     node = world.tcp(0)
     node.transport._wake_guard = CallingLock(before=lambda: world.close(node))
     node.transport.wake()  # an OSError if it wrote to its descriptor, which may be another's now
