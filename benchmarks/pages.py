@@ -35,6 +35,8 @@ DETAILS = (
     "samples", "samples_ratio", "loss", "loss_ratio", "share_of_calm", "restart_s", "megabytes"
 )  # fmt: skip
 """The columns of a condition's table; without those of which it has no figure."""
+WITHOUT_RANGE = DETAILS[4:]
+"""The columns of these that show medians alone."""
 
 WORST = "kills10_moving"
 SUMMARY = {CALM: "calm", "moving": "slow", "kills10": "kills", WORST: "both"}
@@ -57,10 +59,10 @@ def stored(name: str) -> dict[str, Runs]:
 
 
 def condition(name: str, of: str) -> str:
-    """Return the table of a condition: a line a row, ranges in brackets."""
+    """Return the table of a condition: a line a row, most figures with their ranges."""
     runs, calm = stored(name)[of], stored(name).get(CALM, {})
     columns = [BY_KEY[key] for key in DETAILS if of != CALM or key != "share_of_calm"]
-    lines = cells(runs, calm, columns)
+    lines = cells(runs, calm, columns, WITHOUT_RANGE)
     known = [
         number for number, each in enumerate(zip(*lines.values(), strict=True)) if {*each} != {"-"}
     ]
@@ -73,7 +75,7 @@ def condition(name: str, of: str) -> str:
 def medians(runs: Runs, key: str, form: str) -> dict[str, str]:
     """Return the medians of a figure by row, without their ranges, the best one bold."""
     column = BY_KEY[key]._replace(form=form)
-    return {row: text for row, (text,) in cells(runs, {}, [column], with_ranges=False).items()}
+    return {row: text for row, (text,) in cells(runs, {}, [column], [key]).items()}
 
 
 def summary() -> str:

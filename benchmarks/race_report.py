@@ -9,7 +9,7 @@ import json
 import math
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -115,7 +115,7 @@ def spreads(
 
 
 def cells(
-    runs: Runs, calm: Runs, columns: Sequence[Column], *, with_ranges: bool = True
+    runs: Runs, calm: Runs, columns: Sequence[Column], without_range: Collection[str] = ()
 ) -> dict[str, list[str]]:
     """Return the texts of each row: medians over the rounds, the best of each column bold."""
     found = spreads(runs, calm, columns)
@@ -129,7 +129,8 @@ def cells(
     def text(spread: Spread, column: Column) -> str:
         if not math.isfinite(spread.median):
             return "-"
-        shown = spread.text(column.form) if with_ranges else f"{spread.median:{column.form}}"
+        is_short = column.key in without_range
+        shown = f"{spread.median:{column.form}}" if is_short else spread.text(column.form)
         return f"**{shown}**" if spread.median == best.get(column.key) else shown
 
     return {
