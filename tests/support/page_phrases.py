@@ -104,9 +104,7 @@ GAP, SHARE = f"{above(OURS, DDP):.1f}", f"{OURS[BYTES] / DDP[BYTES]:.0%}"
 BF16 = f"{-above(IDLE['ddp_bf16'], DDP):.1f}"
 ON_HOST, TCP = (above(BUSY[row], BUSY["ddp"]) for row in ("gossipdp_shared", "gossipdp"))
 ON_CPU = f"{above(TODAY['gossipdp_shared'], LARGE['ddp']):.0f}"
-ON_GPU, AT_TWO = (
-    f"{above(row, LARGE['ddp']):.0f}" for row in (LARGE["gossipdp"], FIXED["gossip"])
-)
+ON_GPU, AT_TWO = (f"{above(row, LARGE['ddp']):.0f}" for row in (LARGE["gossipdp"], FIXED["gossip"]))
 AT_1024 = more(*(min(LARGE[row]["tried"].values()) for row in ("gossipdp", "ddp")))
 OF_64 = {
     (run["graph"], run["seed"]): run for run in result("graphs")["runs"] if run["workers"] == 64
