@@ -87,7 +87,7 @@ def test_a_request_without_end_is_refused(serve):
 
 
 def test_who_says_nothing_is_dropped_in_time(serve, monkeypatch):
-    monkeypatch.setattr(status_server, "CONNECTION_S", 0.1)
+    monkeypatch.setattr(status_server, "CONNECTION_S", 1.0)
     assert say(serve(), b"GET /status HTTP/1.1\r\n") == b""
 
 
@@ -135,7 +135,8 @@ def account(rank: int, *members: MemberStatus) -> WorkerStatus:
     return WorkerStatus(0, *about, rank=rank, world_size=3, logged={"loss": rank}, members=members)
 
 
-def test_a_worker_shows_the_whole_job_by_asking_the_others(serve):
+def test_a_worker_shows_the_whole_job_by_asking_the_others(serve, monkeypatch):
+    monkeypatch.setattr(status_server, "JOB_WAIT_S", LONGEST_S)
     members: list[MemberStatus] = []
     servers = [serve(pages_of(lambda at=at: account(at, *members))) for at in range(2)]
     places = [*(show_address(*each.address) for each in servers), "127.0.0.1:1"]
@@ -155,6 +156,7 @@ def test_the_page_for_a_browser_is_whole_and_takes_no_text_for_markup(serve):
 @pytest.mark.parametrize("pause_s", [LONGEST_S, -1.0])
 def test_a_worker_that_was_lost_is_not_shown_as_one_that_answers(serve, monkeypatch, pause_s):
     monkeypatch.setattr(status_server, "JOB_PAUSE_S", pause_s)
+    monkeypatch.setattr(status_server, "JOB_WAIT_S", LONGEST_S)
     there = serve(pages_of(lambda: account(1)))
     member = MemberStatus(1, 0, "training", status_address=show_address(*there.address))
     own = [account(0, member)]

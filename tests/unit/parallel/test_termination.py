@@ -96,9 +96,13 @@ def test_a_last_checkpoint_takes_what_it_takes(terminable, tmp_path, monkeypatch
 def test_a_loop_that_does_not_get_there_is_ended_all_the_same(pair, monkeypatch):
     monkeypatch.setenv("GOSSIPDP_GRACE_S", "0.05")
     pair.body(torch.ones(1, 3))
-    terminate()
-    with pytest.raises(SystemExit) as ended:
+
+    def hang() -> None:
+        terminate()
         threading.Event().wait(20)
+
+    with pytest.raises(SystemExit) as ended:
+        hang()
     assert ended.value.code == 1
     reason = "the step in hand did not end in 0.05 s"
     failures = [f"the last checkpoint could NOT be saved in {at}: {reason}" for at in pair.places]
