@@ -188,8 +188,8 @@ def notes(found: Mapping[str, Runs]) -> list[str]:
         f"{by_row('.1%', lambda run: run.result.launcher_s / run.settings.seconds)}. Spare "
         "interpreters, which have imported torch and the row's own package, where workers are "
         f"killed: {by_row('.0f', lambda run: run.settings.num_spares)}; a host that vanishes takes "
-        "its own along. gossipdp's supervisor waits 0.1, 0.2, 0.4 ... s before a worker's 1st, "
-        "2nd, 3rd ... restart, the others' always 0.1 s. "
+        "its own along. A restart comes 0.1 s after the death, of a gossipdp worker later for each "
+        "life without a gradient step. "
     )
     if not all(each.waits for each in settings):
         limited = any(each.quota_s for each in settings)

@@ -351,7 +351,7 @@ def test_another_thing_under_the_same_number_is_left_alone():
     with ours, theirs, open(reader, "rb"), open(writer, "wb"):
         another = f"{ours.fileno()}:{os.fstat(ours.fileno()).st_ino + 1}"
         no_socket = f"{writer}:{os.fstat(writer).st_ino}"
-        for said in (another, no_socket, "999999:1", "nonsense", ""):
+        for said in (another, no_socket, "999999:1", "nonsense", "", "9" * 11, "²"):
             assert not send_report(Report(rank=1), {reports.REPORT_VARIABLE: said})
         theirs.setblocking(False)
         with pytest.raises(BlockingIOError):

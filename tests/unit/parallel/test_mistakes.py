@@ -41,6 +41,14 @@ def pieces_of_one_tensor(overlap: int) -> nn.Module:
     return net
 
 
+def within_two_buffers() -> nn.Module:
+    memory, net = torch.zeros(10), nn.Module()
+    net.register_buffer("longer", memory)
+    net.register_buffer("shorter", memory[5:])
+    net.inner = nn.Parameter(memory[6:8])
+    return net
+
+
 def with_a_buffer(values: torch.Tensor) -> nn.Module:
     net = nn.Linear(2, 2)
     net.register_buffer("phases", values.clone())
@@ -94,6 +102,7 @@ CPU = {"device_id": torch.device("cpu")}
         (lambda: wrap(with_a_buffer(SPARSE)), r"'phases' is torch\.sparse_coo.*persistent=False"),
         (lambda: wrap(pieces_of_one_tensor(10)), "'first' and 'second' lie in the same memory"),
         (lambda: wrap(pieces_of_one_tensor(1)), "'first' and 'second' lie in the same memory"),
+        (lambda: wrap(within_two_buffers()), "'longer' and 'inner' lie in the same memory"),
         (lambda: wrap(VIEWED), "'weight' and 'turned' lie in|'turned' and 'weight' lie in"),
         (lambda: wrap(nn.Linear(2, 1).share_memory()), "'weight' lies in memory that processes"),
         (
