@@ -47,10 +47,11 @@ def rate_of_the_text(
 
 
 shares = st.floats(0.0, 1.0, allow_subnormal=False)
+idle = st.floats(-1.0, 1.0, allow_subnormal=False)  # below 0: several threads are busy
 costs_s = st.floats(1e-3, 10.0)
 measured = st.one_of(
     st.tuples(st.just("exchange"), st.tuples(costs_s, costs_s, shares)),
-    st.tuples(st.just("look"), st.tuples(shares, shares, shares)),
+    st.tuples(st.just("look"), st.tuples(idle, idle, shares)),
     st.tuples(st.just("step"), st.one_of(costs_s, costs_s, st.none())),
 )
 
@@ -77,7 +78,7 @@ def test_the_rate_is_that_of_the_text_for_the_medians_of_what_was_measured_last(
             rate.exchanged(duration_s)
             rate.took_processor(processor_s, processor_s - exchanges[-1][2])
         elif kind == "look":
-            looks.append(value)
+            looks.append((max(0.0, value[0]), max(0.0, value[1]), value[2]))
             rate.saw_idle(*value)
         else:
             has_changed = rate.stepped(value)
@@ -112,8 +113,7 @@ def test_what_it_answers_before_its_first_known_step_leaves_no_debt():
 )
 def test_in_all_it_takes_part_in_no_more_than_it_saves_up(waits_s, duration_s):
     rate = rate_after(duration_s)
-    now, started = 3.0, 3.0
-    num_begun = 0
+    now, started, num_begun = 3.0, 3.0, 0
     for wait_s in waits_s:
         now += wait_s
         if rate.opens_at(now) > now:

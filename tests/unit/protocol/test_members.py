@@ -107,6 +107,7 @@ def test_joiners_are_capped_and_forgotten_and_not_dialled_for_ever(monkeypatch):
     table.merge(Member(1, 0, 5, Status.DEAD))
     table.merge_all(Member(rank, 0, rank) for rank in range(2, 3 * most))
     assert len(table.members()) == 2 + most
+    table.forget(99.0, 60.0)  # while they live, which does not count
     for rank in (*range(2, 2 + most - 1), 1):
         table.declare_dead(rank)
     table.forget(100.0, 60.0)
@@ -139,13 +140,11 @@ def test_news_comes_in_parts():
     for ranks in ([0, 9], [3, 5], [7], []):
         told, version = table.news(version, 2)
         assert [member.rank for member in told] == ranks
-    table.merge(Member(3, 0, 3))
-    assert table.news(version) == ((), version), "nothing new"
     table.merge(Member(2, 0, 2))
     assert [member.rank for member in table.news(version)[0]] == [2]
 
 
-BAD_FIELDS = [MAX_RANK + 1, LIVES + 1, 2**63, 5, "h" * 256, 70000, "h" * 256, 70000, -1]
+BAD_FIELDS = [MAX_RANK + 1, LIVES + 1, 2**63, 5, "h" * 256, 65536, "h" * 256, 65536, -1]
 
 
 @pytest.mark.parametrize(("index", "value"), [(0, -1), *enumerate(BAD_FIELDS)])

@@ -70,7 +70,6 @@ def asking() -> Pairing:
     """Return one in the exchange for which it has asked worker 2."""
     pairing = proposing()
     assert pairing.receive(2, say.Accept(own(1), 0.6)) == [Begin(2, own(1), 0.6)]
-    assert pairing.is_initiating
     return pairing
 
 
@@ -103,12 +102,16 @@ def test_an_exchange_that_ends_early_keeps_the_demand_and_leaves_the_peer_out(
 
 
 def test_while_one_free_is_unanswered_nobody_else_is_freed():
-    """Between FREE and its answer another worker asks, and its exchange ends."""
+    """Meanwhile another worker asks, its exchange ends, and two that asked at rest come back."""
     pairing = answering(8, 1)
     assert pairing.finished(ask(2).id) == [Send(8, say.Free())]
     assert pairing.receive(2, ask(2)) == accepted(2)
     assert pairing.finished(ask(2).id) == []
-    assert pairing.receive(8, say.Pass()) == [Send(1, say.Free())]
+    for peer in (3, 4):
+        assert pairing.asked(peer, ask(peer), is_resting=True) == [busy(peer, is_closed=True)]
+    assert pairing.set_available({3: 0.5, 4: 0.5}) == []
+    for peer, freed in ((8, 1), (1, 3), (3, 4)):
+        assert pairing.receive(peer, say.Pass()) == [Send(freed, say.Free())]
 
 
 def test_backlog_is_served_before_waiters():
@@ -177,19 +180,16 @@ def test_an_accept_that_is_not_awaited_is_cancelled_and_what_else_is_foreign_is_
     assert pairing.receive(2, say.Accept(own(7), 0.9)) == [Send(2, say.Cancel(own(7)))]
     pairing.tick()
     assert pairing.receive(8, say.Accept(own(1), 0.9)) == [Send(8, say.Cancel(own(1)))]
-    assert pairing.receive(2, say.Busy(own(9))) == []
-    assert pairing.receive(8, say.Busy(own(1))) == []
+    assert pairing.receive(2, say.Busy(own(9))) == pairing.receive(8, say.Busy(own(1))) == []
     assert pairing.receive(2, ask(8)) == []  # a proposal in another's name
     assert pairing.state == Proposing(2, say.Propose(own(1), 0.9), (8,))
 
 
 def test_cancel_withdraws_the_answered_exchange_only():
     pairing, id = answering(), ask(2).id
-    assert pairing.receive(2, say.Cancel(say.ExchangeId(2, 0, 9))) == []
-    assert pairing.receive(8, say.Cancel(id)) == []
+    assert pairing.receive(2, say.Cancel(ask(2, 9).id)) == pairing.receive(8, say.Cancel(id)) == []
     assert pairing.receive(2, say.Cancel(id)) == [Withdrawn(2, id)]
-    assert pairing.state == Idle()
-    assert 2 in pairing.available, "its link stays"
+    assert (pairing.state, 2 in pairing.available) == (Idle(), True), "its link stays"
 
     pairing = asking()
     assert pairing.receive(2, say.Cancel(own(1))) == []

@@ -241,9 +241,9 @@ def test_a_joiner_is_told_of_the_latest_of_a_forgotten_ranks_thousands_of_lives(
 
 
 def test_the_reasons_why_a_thousand_are_left_out_fit_one_message():
-    longest = "\U0001f600" * 200  # four bytes each
-    left_out = tuple(say.LeftOut((rank, 2**63 - 1), longest) for rank in range(1000))
-    begin = say.BeginEpoch(say.Epoch(1, 0, 70), ((0, 70),), None, left_out=left_out)
+    reason, epoch = "\U0001f600" * 200, say.Epoch(2**62, 2**20 - 1, 2**32 - 1)  # the longest
+    left_out = tuple(say.LeftOut((rank, 2**63 - 1), reason) for rank in range(1000))
+    begin = say.BeginEpoch(epoch, ((epoch.leader, 70),), None, left_out=left_out)
     data = say.encode(say.Envelope(begin))
     assert len(data) < MAX_CONTROL_BYTES
     assert say.decode(data).message == begin
