@@ -200,10 +200,9 @@ def test_progress_and_accusations_are_those_of_a_model_after_every_event(events,
             if what in counts and more > counts[what]:
                 counts[what] = more
                 moved.add(what)
-        elif kind == "chunk":
-            if member.sum.landed(what, landed.get(what, 0)):
-                landed[what] += 1
-                moved.add(what)
+        elif kind == "chunk" and member.sum.landed(what, landed.get(what, 0)):
+            landed[what] += 1
+            moved.add(what)
         for child in moved & children:
             quiet[child] = 0
         if kind != "tick":
