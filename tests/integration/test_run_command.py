@@ -51,20 +51,6 @@ def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(
     assert last == "ended with exit code 1\n" + (2 * "gossipdp: worker {}: no room\n").format(0, 1)
 
 
-def test_a_full_disk_under_its_own_lines_ends_no_run(tmp_path, without_torch):
-    script, lines = tmp_path / "train.py", tmp_path / "lines"
-    lines.mkdir()
-    script.write_text(
-        "import os, sys\n"
-        "with open(sys.argv[1] + '/' + os.environ['RANK'], 'w') as file:\n"
-        "    file.write('to the end')\n"
-    )
-    words = ["-n", "2", str(script), str(lines)]
-    run = RunCommand(Path("/dev/full"), words, environment=without_torch)
-    assert run.process.wait(LONGEST_S) == 0
-    assert [path.read_text() for path in lines.iterdir()] == ["to the end"] * 2
-
-
 # Light: says that it trains, notes how it joined, and waits for the end.
 TRAINING = """
 import os, sys, time
