@@ -75,19 +75,6 @@ def test_arguments_and_closures_travel_and_a_large_result_comes_back(workers, mo
         assert len(large.value) == 20_000_000
 
 
-def fail_on_worker_1() -> None:
-    if os.environ["RANK"] == "1":
-        raise KeyError("no such thing")
-    time.sleep(FOR_EVER_S)
-
-
-def test_a_failure_before_the_start_ends_the_others_and_names_the_rank(workers):
-    with pytest.raises(WorkerFailedError, match=r"^worker 1 raised KeyError:\nTraceback") as raised:
-        workers(fail_on_worker_1, 3)
-    assert "in fail_on_worker_1" in str(raised.value)
-    assert "launcher/local" not in str(raised.value)
-
-
 def test_time_runs_out(workers):
     with pytest.raises(WorkerFailedError, match="timeout_s=1 passed, but of 2 workers 0, 1 still"):
         workers(time.sleep, 2, (FOR_EVER_S,), timeout_s=1)

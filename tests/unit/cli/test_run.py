@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -137,7 +137,8 @@ def test_all_that_fails_is_told_and_a_full_disk_under_it_changes_nothing(
             raise NotImplementedError
         return ended_by
 
-    disk, left, noted = Mock(flush=Mock(side_effect=OSError)), Mock(), list[object]()
+    disk, out = (Mock(flush=Mock(side_effect=OSError)) for _ in range(2))
+    left, noted = Mock(), list[object]()
     monkeypatch.setattr(Supervisor, "run", end)
     monkeypatch.setattr(LaunchPlan, "under_torchrun", True)
     monkeypatch.setattr(LaunchPlan, "leave", lambda plan, wait: [3, 4])
@@ -146,10 +147,12 @@ def test_all_that_fails_is_told_and_a_full_disk_under_it_changes_nothing(
     monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch"))
     monkeypatch.setattr(os, "_exit", left)
     monkeypatch.setattr(sys, "stderr", disk)
-    arguments = RunArguments(workers=2, log_dir=tmp_path, faults="stop 1s", script=(script,))
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv("GOSSIPDP_LOG_DIR", str(tmp_path))
+    arguments = RunArguments(workers=2, faults="stop 1s", script=(script,))
     with nullcontext() if code else pytest.raises(NotImplementedError):
         assert run(arguments) == code
-    assert [each.args for each in left.call_args_list] == [(code,)] * bool(code)
+    assert (out.flush.call_count, left.mock_calls) == ((1, [call(code)]) if code else (0, []))
     then = "no other worker runs here" if code else "the run had not begun, so all are ended"
     lost = "not waiting for the end of workers 3, 4: nothing is heard of them"
     lines = [f"gossipdp: {line}\n" for line in (DIED + then, COUNTED, *said, lost)]

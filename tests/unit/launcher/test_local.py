@@ -127,10 +127,10 @@ PATCHED += tuple(f"gossipdp.launcher.local.{it}" for it in ("atexit", "gc", "thr
 @pytest.mark.parametrize(
     ("function", "code", "said"),
     [
-        (lambda: 7, 0, ("", 7)),
-        (sys.exit, 0, ("", None)),
-        (lambda: sys.exit("no data"), 1, ("ended with exit code 1", None)),
-        (lambda: [][0], 1, ("raised IndexError", None)),
+        (lambda: 7, 0, ("", [], 7)),
+        (sys.exit, 0, ("", [], None)),
+        (lambda: sys.exit("no data"), 1, ("ended with exit code 1", ["no data"], None)),
+        (lambda: [][0], 1, ("raised IndexError", ["IndexError: list index out of range"], None)),
         (lambda: signal.default_int_handler(2, None), 130, None),
     ],
 )
@@ -149,7 +149,8 @@ def test_the_life_of_a_forked_worker(function, code, said, monkeypatch):
         did.threading.Thread.call_args.kwargs["target"]()
     assert ended.value.code == code
     ending, result = pickle.loads(answer) if answer else (None, None)
-    assert (ending and (ending.reason, result)) == said
+    assert (ending and (ending.reason, ending.details.splitlines()[-1:], result)) == said
+    assert "launcher/local" not in getattr(ending, "details", ""), "it is of the function alone"
     assert (sys.last_value is not None) == (code == 1)
     assert did.atexit.mock_calls == [call._clear(), call._run_exitfuncs()]
     did.setpgid.assert_called_once_with(0, 0)
