@@ -18,7 +18,7 @@ from waiting import FOR_EVER_S, LONGEST_S, wait_until
 from gossipdp.errors import WorkerFailedError
 from gossipdp.launcher.environment import Environment
 from gossipdp.launcher.rendezvous import Rendezvous, Settings
-from gossipdp.launcher.reports import Report, send_report
+from gossipdp.launcher.reports import Report, ReportChannel, send_report
 
 pytestmark = pytest.mark.processes
 
@@ -75,6 +75,31 @@ def test_arguments_and_closures_travel_and_a_large_result_comes_back(workers, mo
         assert len(large.value) == 20_000_000
 
 
+def fail_on_worker_1() -> None:
+    if os.environ["RANK"] == "1":
+        raise KeyError("no such thing")
+    time.sleep(FOR_EVER_S)
+
+
+def test_a_failure_before_the_start_ends_the_others_and_names_the_rank(workers):
+    with pytest.raises(WorkerFailedError, match=r"^worker 1 raised KeyError:\nTraceback") as raised:
+        workers(fail_on_worker_1, 3)
+    assert "in fail_on_worker_1" in str(raised.value)
+    assert "launcher/local" not in str(raised.value)
+
+
+@pytest.mark.parametrize("status", [None, 0])
+def test_sys_exit_ends_a_worker_as_it_ends_a_script(workers, status):
+    assert workers(sys.exit, 2, (status,)) == [None, None]
+
+
+@pytest.mark.parametrize(("status", "code"), [("no data", 1), (3, 3)])
+def test_sys_exit_with_a_status_is_a_failure(workers, status, code):
+    said = rf"^worker 0 ended with exit code {code}:\n{status}$"
+    with pytest.raises(WorkerFailedError, match=said):
+        workers(sys.exit, 1, (status,))
+
+
 def test_time_runs_out(workers):
     with pytest.raises(WorkerFailedError, match="timeout_s=1 passed, but of 2 workers 0, 1 still"):
         workers(time.sleep, 2, (FOR_EVER_S,), timeout_s=1)
@@ -84,8 +109,11 @@ def count_sockets_of_the_fork_server() -> int:
     return sum("socket" in os.readlink(each) for each in Path(f"/proc/{os.getppid()}/fd").iterdir())
 
 
-def test_the_fork_server_holds_no_socket_but_its_own(workers):
-    assert workers(count_sockets_of_the_fork_server, 1) == [1]
+def test_the_fork_server_holds_no_socket_but_its_own(workers, monkeypatch):
+    """Nor does the launcher hold the end of a channel that its worker has."""
+    ends, take = set[int](), ReportChannel.take
+    monkeypatch.setattr(ReportChannel, "take", lambda it: ends.add(it.sender.fileno()) or take(it))
+    assert (workers(count_sockets_of_the_fork_server, 1), ends) == ([1], {-1})
 
 
 def stay(directory: str) -> None:
