@@ -1,5 +1,10 @@
+import os
+import signal
+import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -104,19 +109,52 @@ def test_a_worker_inherits_nothing_of_another_launcher(script, monkeypatch):
     assert kept == [4], "one for each process of two replicas"
 
 
-def test_a_failure_is_told_and_logged_and_faults_are_counted(script, tmp_path, monkeypatch, capsys):
-    def fail(supervisor: Supervisor, on_step: object) -> None:
-        supervisor._on_failure(Failure(1, (Ending("died"),), 7, is_injected=True))
-        supervisor.close()
-        raise NotImplementedError  # the test goes no further
+DIED = "worker 1 died; that was --faults, and "
+COUNTED = "faults: 0 done, 0 missed; not all workers here had made a gradient step"
+LOST = "no worker is left, and no checkpoint was saved: all that they trained is lost"
+STOPPED, AT_THE_END = "stopped; nothing more was saved", "at the end: worker 1 died"
+STAYS = "staying until the other workers have ended: torchrun would end them with this"
 
-    written = []
-    monkeypatch.setattr(Supervisor, "run", fail)
-    monkeypatch.setattr("gossipdp.observe.log.write_process_end", lambda *of: written.append(of))
-    with pytest.raises(NotImplementedError):
-        run(RunArguments(workers=2, log_dir=tmp_path, faults="stop 1s", script=(script,)))
-    assert capsys.readouterr().err.splitlines()[1:] == [
-        "gossipdp: worker 1 died; that was --faults, and the run had not begun, so all are ended",
-        "gossipdp: faults: 0 done, 0 missed; not all workers here had made a gradient step",
-    ]
-    assert written == [(tmp_path / "worker-1.jsonl", 7, "died")]
+
+@pytest.mark.parametrize(
+    ("ended_by", "unsaved", "code", "said"),
+    [
+        (None, {}, 1, [AT_THE_END, LOST, STAYS]),
+        (signal.SIGTERM, {}, 143, [STOPPED, AT_THE_END]),
+        (signal.SIGINT, {0: "no room"}, 1, [STOPPED, AT_THE_END, "worker 0: no room", STAYS]),
+        (None, {}, None, []),  # an error before the run has begun
+    ],
+)
+def test_all_that_fails_is_told_and_a_full_disk_under_it_changes_nothing(
+    ended_by, unsaved, code, said, script, tmp_path, monkeypatch
+):
+    def end(supervisor: Supervisor, on_step: object) -> int | None:
+        supervisor.begun, supervisor.unsaved = code is not None, unsaved
+        supervisor.failures.append(Failure(1, (Ending("died"),), 7, is_injected=True))
+        supervisor._on_failure(supervisor.failures[0])
+        supervisor.close()
+        if code is None:
+            raise NotImplementedError
+        return ended_by
+
+    disk, out = (Mock(flush=Mock(side_effect=OSError)) for _ in range(2))
+    left, noted = Mock(), list[object]()
+    monkeypatch.setattr(Supervisor, "run", end)
+    monkeypatch.setattr(LaunchPlan, "under_torchrun", True)
+    monkeypatch.setattr(LaunchPlan, "leave", lambda plan, wait: [3, 4])
+    monkeypatch.setattr(local.Spares, "close", lambda spares: noted.append("no spare is left"))
+    monkeypatch.setattr("gossipdp.observe.log.write_process_end", lambda *of: noted.append(of))
+    monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch"))
+    monkeypatch.setattr(os, "_exit", left)
+    monkeypatch.setattr(sys, "stderr", disk)
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv("GOSSIPDP_LOG_DIR", str(tmp_path))
+    arguments = RunArguments(workers=2, faults="stop 1s", script=(script,))
+    with nullcontext() if code else pytest.raises(NotImplementedError):
+        assert run(arguments) == code
+    assert (out.flush.call_count, left.mock_calls) == ((1, [call(code)]) if code else (0, []))
+    then = "no other worker runs here" if code else "the run had not begun, so all are ended"
+    lost = "not waiting for the end of workers 3, 4: nothing is heard of them"
+    lines = [f"gossipdp: {line}\n" for line in (DIED + then, COUNTED, *said, lost)]
+    assert [each.args[0] for each in disk.write.call_args_list[1:]] == lines
+    assert noted == [(tmp_path / "worker-1.jsonl", 7, "died"), "no spare is left"]

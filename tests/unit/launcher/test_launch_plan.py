@@ -45,9 +45,19 @@ def test_a_run_of_its_own_has_an_id_and_a_secret():
     assert plan.secret not in repr(plan)
 
 
+def test_when_all_meet_again_no_address_of_before_is_left():
+    with closing(LaunchPlan.on_hosts(2, num_shards=2)) as plan:
+        for info in plan.join_infos:
+            info.take(Report(addresses={5: ("127.0.0.1", 9)}))
+        assert plan.others_elsewhere
+        plan.meet_again()
+        assert [(info.addresses, info.live) for info in plan.join_infos] == [({}, frozenset())] * 2
+
+
 def test_the_second_of_three_hosts():
     plan = LaunchPlan.on_hosts(2, ("10.0.0.1", 5), SECRET, num_hosts=3, host_rank=1)
     assert plan.others_elsewhere
+    assert plan.worker_variables(1)["GROUP_RANK"] == "1"
     assert Environment.read(plan.worker_variables(1)) == Environment(
         3, 6, 1, 2, store_host="10.0.0.1", store_port=5, agent_store=True, secret=SECRET.encode()
     )
@@ -62,13 +72,6 @@ def test_the_worker_of_another_launcher_keeps_its_place():
     plan = LaunchPlan.launched(step, None)
     assert Environment.read(plan.worker_variables(0)) == Environment.read(step)
     assert Environment.read(plan.worker_variables(0)).hosts_store
-
-
-def test_a_port_in_use_is_one_clear_error():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(RendezvousError, match=rf"^port {port} on 127.0.0.1 is in use; choose"):
-            LaunchPlan.on_hosts(1, ("127.0.0.1", port))
 
 
 def test_a_store_that_others_reach_closes_once_all_have_begun(monkeypatch):

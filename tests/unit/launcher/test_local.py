@@ -1,21 +1,25 @@
 import ctypes
 import math
+import multiprocessing
 import os
+import pickle
 import signal
 import sys
+import threading
 from contextlib import ExitStack, closing
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, call, patch
 
+import cloudpickle
 import psutil
 import pytest
 from run_processes import VARIABLES, runs
 from waiting import wait_until
 
 from gossipdp.errors import RendezvousError
-from gossipdp.launcher import cores, reports
+from gossipdp.launcher import cores, local, reports
 from gossipdp.launcher.local import ForkedWorker, ScriptWorker
+from gossipdp.launcher.processes import Ending
 
 
 @pytest.mark.parametrize(
@@ -93,10 +97,72 @@ def test_a_process_that_hangs_in_the_kernel_is_given_up(monkeypatch):
 
 def test_a_forked_worker_that_the_fork_server_has_reaped_gets_no_signal(monkeypatch):
     """One that ends just before the signal gets it in vain."""
-    monkeypatch.setattr(os, "kill", kill := Mock(side_effect=ProcessLookupError))
-    worker = ForkedWorker.__new__(ForkedWorker)
-    worker.pid, worker._process = 7, SimpleNamespace(exitcode=None)
-    worker.send(signal.SIGSTOP)
-    worker._process = SimpleNamespace(exitcode=0)
-    worker.send(signal.SIGCONT)
-    kill.assert_called_once_with(7, signal.SIGSTOP)
+    context, signals, answer = Mock(), Mock(), pickle.dumps((Ending(), "a result"))
+    made, process = context.Process, context.Process.return_value
+    process.pid, process.exitcode = 7, None
+    process.start = lambda: os.write(made.call_args.kwargs["kwargs"]["writer"].fileno(), answer)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
+    for name in ("kill", "killpg"):
+        getattr(signals, name).side_effect = ProcessLookupError
+        monkeypatch.setattr(os, name, getattr(signals, name))
+    with closing(ForkedWorker(b"", {"LOCAL_RANK": "0"}, 1)) as worker:
+        assert worker.reports.sender.fileno() == -1, "the worker alone has it"
+        worker.send(signal.SIGSTOP)
+        worker.kill()
+        assert worker.poll() is None
+        process.exitcode = 0
+        worker.send(signal.SIGCONT)
+        worker.kill_group()
+        assert (worker.poll(), worker.result) == (Ending(), "a result")
+    killed = [call.killpg(7, signal.SIGKILL), call.kill(7, signal.SIGKILL)]
+    assert signals.mock_calls == [call.kill(7, signal.SIGSTOP), *killed, killed[0]]
+    process.close.assert_called_once_with()
+
+
+PATCHED = ("os.setpgid", "os.killpg", "torch.set_num_threads", "multiprocessing.connection.wait")
+PATCHED += ("multiprocessing.parent_process", "multiprocessing.set_start_method")
+PATCHED += tuple(f"gossipdp.launcher.local.{it}" for it in ("atexit", "gc", "threading", "time"))
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "said"),
+    [
+        (lambda: 7, 0, ("", [], 7)),
+        (sys.exit, 0, ("", [], None)),
+        (lambda: sys.exit("no data"), 1, ("ended with exit code 1", ["no data"], None)),
+        (lambda: [][0], 1, ("raised IndexError", ["IndexError: list index out of range"], None)),
+        (lambda: signal.default_int_handler(2, None), 130, None),
+    ],
+)
+def test_the_life_of_a_forked_worker(function, code, said, monkeypatch):
+    """It says how it ended. If its launcher is gone, it has the time to save."""
+    did, (reader, writer) = Mock(), multiprocessing.Pipe(duplex=False)
+    for target in PATCHED:
+        monkeypatch.setattr(target, getattr(did, target.rpartition(".")[2]))
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    payload, variables = cloudpickle.dumps((function, ())), {"GOSSIPDP_GRACE_S": "7"}
+    with reader, closing(reports.ReportChannel()) as channel, patch.dict(os.environ):
+        with pytest.raises(SystemExit) as ended:
+            local.work(payload, variables, 3, writer=writer, reports=channel.sender)
+        assert set(os.environ) == {"GOSSIPDP_GRACE_S", reports.REPORT_VARIABLE}
+        answer = os.read(reader.fileno(), 1 << 16)
+        did.threading.Thread.call_args.kwargs["target"]()
+    assert ended.value.code == code
+    ending, result = pickle.loads(answer) if answer else (None, None)
+    assert (ending and (ending.reason, ending.details.splitlines()[-1:], result)) == said
+    assert "launcher/local" not in getattr(ending, "details", ""), "it is of the function alone"
+    assert (sys.last_value is not None) == (code == 1)
+    assert did.atexit.mock_calls == [call._clear(), call._run_exitfuncs()]
+    did.setpgid.assert_called_once_with(0, 0)
+    did.set_num_threads.assert_called_once_with(3)
+    ends = call.killpg(0, signal.SIGTERM), call.time.sleep(7.0), call.killpg(0, signal.SIGKILL)
+    assert did.mock_calls[-4:] == [call.wait([did.parent_process().sentinel]), *ends]
+
+
+def test_mistakes_are_told():
+    with pytest.raises(ValueError, match="world_size is 0; it must be at least 1"):
+        local.launch(os.getpid, world_size=0)
+    with pytest.raises(ValueError, match="world_size is 3; it counts processes, and must be a mul"):
+        local.launch(os.getpid, 3, nproc_per_replica=2)
+    with pytest.raises(ValueError, match="cannot send <built-in function print> and its arg"):
+        local.launch(print, 1, (threading.Lock(),))
