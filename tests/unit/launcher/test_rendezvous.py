@@ -219,13 +219,12 @@ def test_a_store_that_nobody_hosts_is_named_in_time():
         Rendezvous.open(own, 0.2)
 
 
-def test_a_store_that_goes_away_is_one_clear_error():
-    class Gone:
-        def add(self, key: str, amount: int) -> int:
-            raise RuntimeError("Broken pipe\nException raised from ...")
-
-    reason = failure(environment(1), Gone())
-    assert re.search(r"lost the store at store:0 .*\(Broken pipe\)", reason)
+def test_a_store_that_goes_away_is_one_clear_error(caplog):
+    broken = mock.Mock(side_effect=RuntimeError("Broken pipe\nException raised from ..."))
+    gone = mock.Mock(add=broken, set=broken)
+    assert re.search(r"lost the store at store:0 .*\(Broken pipe\)", failure(environment(1), gone))
+    Alone(environment(1), gone).part.mark_ready()
+    assert "went away before this worker began; training goes on" in caplog.text
 
 
 def test_one_worker_needs_no_store():
@@ -264,13 +263,14 @@ def test_what_a_stranger_writes_is_one_short_line_without_control_characters(key
 def test_a_value_of_the_longest_length_is_read():
     store = HashStore()
     failure(environment(0, 2), store)  # leaves what worker 0 publishes
-    published = store.get(f"{KEYS}worker/0")
-    store.set(f"{KEYS}worker/0", published.ljust(MAX_VALUE_BYTES))
+    store.set(f"{KEYS}worker/0", store.get(f"{KEYS}worker/0").ljust(MAX_VALUE_BYTES))
     assert Alone(environment(1, 2), store).meet().addresses[0] == ("127.0.0.1", 1)
 
 
-def test_worker_0_ends_the_store_that_it_hosts_a_while_after_all_have_begun(monkeypatch):
-    slept, early, have_begun = list[float](), iter([False, False]), rendezvous.have_begun
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_worker_0_ends_the_store_that_it_hosts_a_while_after_all_have_begun(monkeypatch, is_lost):
+    slept, early, lost = list[float](), iter([False, False]), mock.Mock(side_effect=RuntimeError)
+    have_begun = (lambda *of: lost()) if is_lost else rendezvous.have_begun
     monkeypatch.setattr(rendezvous, "time", mock.Mock(sleep=slept.append))
     monkeypatch.setattr(rendezvous, "have_begun", lambda *of: next(early, True) and have_begun(*of))
     address = "127.0.0.1", free_port()

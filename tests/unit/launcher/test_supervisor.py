@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -57,14 +58,7 @@ def plan_of(num_workers: int, **options: Any) -> LaunchPlan:
 class Setting:
     """Three workers of a supervisor, and a clock."""
 
-    def __init__(
-        self,
-        *,
-        begun: bool = False,
-        plan: LaunchPlan | None = None,
-        faults: str = "",
-        **options: Any,
-    ) -> None:
+    def __init__(self, *, begun: bool = False, faults: str = "", **options: Any) -> None:
         self.now = 0.0
         options |= {"clock": lambda: self.now}
         if faults:
@@ -74,7 +68,7 @@ class Setting:
         self.restarted: list[tuple[int, float]] = []
         self.sentences: list[str] = []
         self.num_start_failures = 0
-        self.plan = plan or plan_of(3)
+        self.plan = options.pop("plan", None) or plan_of(3)
         options |= {"on_failure": self.note_failure, "on_sentence": self.sentences.append}
         self.supervisor = Supervisor(self.plan, self.start, **options)
         self.workers: dict[int, Scripted] = {}
@@ -241,9 +235,10 @@ def test_who_waits_for_a_restart_is_not_started_once_the_run_is_complete(make):
 def test_who_is_back_when_the_run_is_complete_is_ended(make):
     setting = make(begun=True, max_restarts=5)
     setting.die(0, at=[1, 2])
-    setting.end_well(1, 2, at=[3])
+    setting.end_well(1, 2, at=[3, 3.1])
     assert setting.workers[0].signals == [signal.SIGTERM]
-    assert setting.sentences[-1] == "worker 0 is ended: the run is complete without it"
+    assert not setting.die(0, how=Ending(exit_reason(-signal.SIGTERM)), at=[4])
+    assert setting.sentences[1:] == ["worker 0 is ended: the run is complete without it"]
 
 
 @pytest.mark.parametrize(
@@ -421,12 +416,9 @@ def test_a_worker_that_cannot_be_started_again_ends_no_other(make):
 
 def test_a_limit_of_descriptors_that_is_lowered_ends_no_worker(make, monkeypatch):
     """poll(2) takes no more descriptors than the limit says."""
-
-    def wait(things: list[object], timeout_s: float) -> list[object]:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-
     setting, slept = make(begun=True, max_restarts=3), list[float]()
-    monkeypatch.setattr("multiprocessing.connection.wait", wait)
+    refused = Mock(side_effect=OSError(errno.EINVAL, os.strerror(errno.EINVAL)))
+    monkeypatch.setattr("multiprocessing.connection.wait", refused)
     monkeypatch.setattr(supervision, "time", SimpleNamespace(sleep=slept.append))
     assert setting.die(0, at=[1.0, 1.2])
     assert (setting.restarted, setting.running) == ([(0, 1.2)], {0, 1, 2})
