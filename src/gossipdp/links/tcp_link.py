@@ -26,6 +26,8 @@ from gossipdp.links.sockets import Stream
 
 # One turn moves at most this much per link and direction, so that no link starves the others.
 TURN_BYTES = 4 << 20
+# Control frames that wait together leave in one call.
+CONTROL_BATCH_BYTES = 64 << 10
 # Bytes read behind a header that comes first, so that small frames arrive in one call.
 READ_AHEAD_BYTES = 1024
 # A peer that leaves this many bytes of messages unread counts as gone.
@@ -431,11 +433,13 @@ class TcpLink(Link):
     def _start_sending(self) -> None:
         """Lay out the next frames with their numbers: first all that are small, in one part."""
         parts: list[bytes | memoryview] = []
-        while self._small:
+        size = 0
+        while self._small and size < CONTROL_BATCH_BYTES:
             frame = self._small.popleft()
             self._queued_small_bytes -= frames.HEADER_BYTES + len(frame.payload)
             parts += (self._header_of(frame), frame.payload)
-        while self._waiting and self._waiting[0].segment:
+            size += frames.HEADER_BYTES + len(frame.payload)
+        while self._waiting and self._waiting[0].segment and not self._small:
             chunk = self._waiting.popleft()
             self._leaving.append(chunk)
             self._num_unread += 1
