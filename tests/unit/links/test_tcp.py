@@ -54,11 +54,13 @@ def test_a_failed_dial_says_which_address_it_was(world):
 
 def test_an_address_that_is_not_numeric_or_no_port_is_a_failed_dial(world, caplog):
     node = world.tcp(0)
-    addresses = [("a-name.example", 4000), ("127.0.0.1", 70000), ("fe80::1%nowhere", 4000)]
+    addresses = [("a-name.example", 4000), ("fe80::1%nowhere", 4000), ("127.0.0.1", 0)]
+    addresses += [("127.0.0.1", 65536), ("127.0.0.1", 65535)]  # the last is a port, and is refused
     for peer, address in enumerate(addresses, 1):
         node.transport.dial(peer, *address)
     world.settle()
-    assert node.handler.of("dial_failed") == [(*dial, False) for dial in enumerate(addresses, 1)]
+    dials = enumerate(addresses, 1)
+    assert node.handler.of("dial_failed") == [(*dial, dial[0] == 5) for dial in dials]
     assert [record.name for record in caplog.records] == ["gossipdp"] * 3
 
 
@@ -104,8 +106,7 @@ def test_a_connection_to_oneself_counts_as_nobody():
 def limited_star(world: Any, make: Any) -> tuple[Clock, Any, list[Any]]:
     """Link a worker that may send 1 MB/s to two others; its clock is the test's."""
     clock = Clock()
-    first = make(0, max_bytes_per_s=1e6, clock=clock)
-    others = [make(1), make(2)]
+    first, others = make(0, max_bytes_per_s=1e6, clock=clock), [make(1), make(2)]
     for other in others:
         world.join(first, other)
     return clock, first, others
@@ -190,8 +191,7 @@ def test_ipv6_loopback(world):
 def test_crossing_dials_end_in_one_link_dialled_by_the_lower_rank(world, caplog):
     """Their loops turn in a random order; an acceptor that takes any new link fails in 1 of 20."""
     for seed in range(100):
-        order = random.Random(seed)
-        low, high = world.tcp(0), world.tcp(1)
+        order, low, high = random.Random(seed), world.tcp(0), world.tcp(1)
         dials = [(low, high), (high, low)]
         order.shuffle(dials)
         dials[0][0].dial(dials[0][1])
@@ -207,6 +207,7 @@ def test_crossing_dials_end_in_one_link_dialled_by_the_lower_rank(world, caplog)
         for end in (there.connection, back.connection):
             unsent = end.getsockopt(socket.IPPROTO_TCP, sockets.TCP_NOTSENT_LOWAT)
             assert unsent != 256 << 10, "loopback has no bound"
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert there.dialler == back.dialler == 0
         for node in (low, high):
             assert not node.handler.of("refused")
@@ -251,8 +252,7 @@ def test_the_higher_rank_s_dial_waits_until_the_lower_knows_that_its_link_is_los
 def test_a_newer_process_replaces_and_a_lower_incarnation_is_refused(world):
     node, old = world.tcp(0), world.tcp(1, incarnation=2)
     world.join(old, node)
-    same = world.tcp(1, incarnation=2, process_id=7)
-    new = world.tcp(1, incarnation=3)
+    same, new = world.tcp(1, incarnation=2, process_id=7), world.tcp(1, incarnation=3)
     for newer, before in ((same, old), (new, same)):
         newer.dial(node)
         world.until(lambda n=newer, b=before: n.handler.links and b.handler.of("link_down"))
