@@ -117,7 +117,7 @@ STAYS = "staying until the other workers have ended: torchrun would end them wit
 
 
 @pytest.mark.parametrize(
-    ("ended_by", "unsaved", "code", "said"),
+    "case",
     [
         (None, {}, 1, [AT_THE_END, LOST, STAYS]),
         (signal.SIGTERM, {}, 143, [STOPPED, AT_THE_END]),
@@ -126,8 +126,10 @@ STAYS = "staying until the other workers have ended: torchrun would end them wit
     ],
 )
 def test_all_that_fails_is_told_and_a_full_disk_under_it_changes_nothing(
-    ended_by, unsaved, code, said, script, tmp_path, monkeypatch
+    case, script, tmp_path, monkeypatch
 ):
+    ended_by, unsaved, code, said = case
+
     def end(supervisor: Supervisor, on_step: object) -> int | None:
         supervisor.begun, supervisor.unsaved = code is not None, unsaved
         supervisor.failures.append(Failure(1, (Ending("died"),), 7, is_injected=True))

@@ -130,7 +130,7 @@ PATCHED += tuple(f"gossipdp.launcher.local.{it}" for it in ("atexit", "gc", "thr
         (lambda: 7, 0, ("", [], 7)),
         (sys.exit, 0, ("", [], None)),
         (lambda: sys.exit("no data"), 1, ("ended with exit code 1", ["no data"], None)),
-        (lambda: [][0], 1, ("raised IndexError", ["IndexError: list index out of range"], None)),
+        (lambda: [].pop(), 1, ("raised IndexError", ["IndexError: pop from empty list"], None)),
         (lambda: signal.default_int_handler(2, None), 130, None),
     ],
 )
