@@ -1,7 +1,7 @@
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock, call
@@ -41,11 +41,10 @@ def test_the_line_on_joining_names_all_that_a_joiner_needs():
 @pytest.mark.parametrize(
     ("steps", "num_workers", "has_ended", "line"),
     [
-        ([], 2, False, "stopped; nothing more was saved"),
         ([], 2, True, "stopped after the end of the run; nothing more was saved"),
         ([7, 7], 2, False, "stopped at step 7; start"),
         ([9, 7], 2, True, "stopped at steps 7 to 9; start"),
-        ([7], 3, False, "stopped at step 7, which 1 of 3 workers saved; start"),
+        ([7], 2, False, "stopped at step 7, which 1 of 2 workers saved; start"),
     ],
 )
 def test_the_line_on_a_stop_says_who_saved_which_steps(steps, num_workers, has_ended, line):
@@ -114,6 +113,7 @@ COUNTED = "faults: 0 done, 0 missed; not all workers here had made a gradient st
 LOST = "no worker is left, and no checkpoint was saved: all that they trained is lost"
 STOPPED, AT_THE_END = "stopped; nothing more was saved", "at the end: worker 1 died"
 STAYS = "staying until the other workers have ended: torchrun would end them with this"
+JOINS = "to add a worker: gossipdp run --join 10.0.0.1:4 SCRIPT"
 
 
 @pytest.mark.parametrize(
@@ -130,10 +130,15 @@ def test_all_that_fails_is_told_and_a_full_disk_under_it_changes_nothing(
 ):
     ended_by, unsaved, code, said = case
 
-    def end(supervisor: Supervisor, on_step: object) -> int | None:
+    def end(supervisor: Supervisor, look: Callable[[], None]) -> int | None:
         supervisor.begun, supervisor.unsaved = code is not None, unsaved
         supervisor.failures.append(Failure(1, (Ending("died"),), 7, is_injected=True))
         supervisor._on_failure(supervisor.failures[0])
+        plan = supervisor._plan
+        plan.join_infos[0].addresses |= {1: ("10.0.0.1", 5), 0: ("10.0.0.1", 4)}
+        for number in (0, 0, 1):  # said once, and again when all have met again
+            plan.num_meetings = number
+            look()
         supervisor.close()
         if code is None:
             raise NotImplementedError
@@ -151,12 +156,13 @@ def test_all_that_fails_is_told_and_a_full_disk_under_it_changes_nothing(
     monkeypatch.setattr(sys, "stderr", disk)
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setenv("GOSSIPDP_LOG_DIR", str(tmp_path))
+    monkeypatch.setenv("GOSSIPDP_SECRET", 16 * "s")
     arguments = RunArguments(workers=2, faults="stop 1s", script=(script,))
     with nullcontext() if code else pytest.raises(NotImplementedError):
         assert run(arguments) == code
     assert (out.flush.call_count, left.mock_calls) == ((1, [call(code)]) if code else (0, []))
     then = "no other worker runs here" if code else "the run had not begun, so all are ended"
     lost = "not waiting for the end of workers 3, 4: nothing is heard of them"
-    lines = [f"gossipdp: {line}\n" for line in (DIED + then, COUNTED, *said, lost)]
+    lines = [f"gossipdp: {line}\n" for line in (DIED + then, JOINS, JOINS, COUNTED, *said, lost)]
     assert [each.args[0] for each in disk.write.call_args_list[1:]] == lines
-    assert noted == [(tmp_path / "worker-1.jsonl", 7, "died"), "no spare is left"]
+    assert noted == [(tmp_path / "worker-1.jsonl", 7, "died"), *4 * ["no spare is left"]]

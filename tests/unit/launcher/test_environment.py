@@ -130,8 +130,6 @@ def test_keys_are_of_one_start_and_the_secret_is_not_shown():
 @pytest.mark.parametrize(
     ("hosts", "first"),
     [
-        ("vm", "vm"),
-        ("a,b", "a"),
         ("gpu-a[1-3].cluster,b", "gpu-a1.cluster"),
         ("rack[0-1]node[4,6]", "rack0node4"),
     ],

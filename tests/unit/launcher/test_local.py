@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock, call, patch
 
@@ -14,12 +15,13 @@ import cloudpickle
 import psutil
 import pytest
 from run_processes import VARIABLES, runs
-from waiting import wait_until
+from waiting import LONGEST_S, wait_until
 
-from gossipdp.errors import RendezvousError
+from gossipdp.errors import RendezvousError, WorkerFailedError
 from gossipdp.launcher import cores, local, reports
 from gossipdp.launcher.local import ForkedWorker, ScriptWorker
-from gossipdp.launcher.processes import Ending
+from gossipdp.launcher.processes import Ending, WorkerProcess, exit_reason
+from gossipdp.launcher.store import HostedStore
 
 
 @pytest.mark.parametrize(
@@ -35,32 +37,21 @@ def test_threads_heed_the_limit_of_a_container(monkeypatch, limit, num_workers, 
 def test_why_a_run_cannot_start_is_told_to_the_launcher_alone_unless_a_hook_shows_it(
     monkeypatch, capsys
 ):
+    """Without a launcher, and for other errors, Python shows the traceback."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     reports.say_instead_of_traceback()
+    sys.excepthook(RendezvousError, RendezvousError("nobody came"), None)
     with closing(reports.ReportChannel()) as channel:
         for name, value in reports.report_variables(channel.sender).items():
             monkeypatch.setenv(name, value)
-        sys.excepthook(RendezvousError, RendezvousError("the models differ"), None)
+        for error in (RendezvousError("the models differ"), KeyError("its own")):
+            sys.excepthook(type(error), error, None)
         assert channel.take() == [reports.Report(says="the models differ")]
-    assert capsys.readouterr().err == ""
+    shown = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert shown == ["nobody came", "'its own'"]
     monkeypatch.setattr(sys, "excepthook", own := Mock())
     reports.say_instead_of_traceback()
     assert sys.excepthook is own
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"), [(RendezvousError, "nobody came"), (KeyError, "of the script's own")]
-)
-def test_without_a_launcher_and_for_other_errors_python_shows_the_traceback(
-    kind, text, monkeypatch, capsys
-):
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    reports.say_instead_of_traceback()
-    assert sys.excepthook is not sys.__excepthook__
-    if kind is KeyError:
-        monkeypatch.setattr(reports, "send_report", lambda report: True)
-    sys.excepthook(kind, kind(text), None)
-    assert text in capsys.readouterr().err
 
 
 def test_process_1_reaps_what_a_dead_worker_left_behind():
@@ -92,7 +83,7 @@ def test_a_process_that_hangs_in_the_kernel_is_given_up(monkeypatch):
         worker.discard()
     assert runs(worker.pid)
     worker.discard()
-    assert not runs(worker.pid)
+    assert worker._process.returncode == -signal.SIGKILL
 
 
 def test_a_forked_worker_that_the_fork_server_has_reaped_gets_no_signal(monkeypatch):
@@ -158,6 +149,59 @@ def test_the_life_of_a_forked_worker(function, code, said, monkeypatch):
     did.set_num_threads.assert_called_once_with(3)
     ends = call.killpg(0, signal.SIGTERM), call.time.sleep(7.0), call.killpg(0, signal.SIGKILL)
     assert did.mock_calls[-4:] == [call.wait([did.parent_process().sentinel]), *ends]
+
+
+class Forked(WorkerProcess):
+    """In place of a process of ``launch``: it ends as ``how`` says, or at a signal."""
+
+    pid, how, unsaved = 2**30, None, None  # no process has this number
+
+    def __init__(self, payload: bytes, variables: dict[str, str], num_threads: str) -> None:
+        super().__init__()
+        place = variables["LOCAL_RANK"], variables["GOSSIPDP_WORLD_SIZE"], variables["A"]
+        self.result = pickle.loads(payload), place, num_threads
+
+    def poll(self) -> Ending | None:
+        return self.how
+
+    def send(self, number: int) -> None:
+        self.how = Ending(exit_reason(-number))
+        report = reports.Report(unsaved=self.unsaved)
+        reports.send_report(report, reports.report_variables(self.reports.sender))
+
+
+@pytest.mark.usefixtures("plain_sigterm")
+@pytest.mark.parametrize(
+    ("how", "unsaved", "error", "said"),
+    [
+        (None, None, WorkerFailedError, "^timeout_s=0 passed, but of 6 workers 0, 1, 2 still ran$"),
+        (Ending("died"), None, WorkerFailedError, "workers 0, 1, 2 lost its process 0, which died"),
+        (signal.SIGINT, None, KeyboardInterrupt, "^$"),
+        (signal.SIGTERM, None, SystemExit, "^143$"),
+        (signal.SIGTERM, "no room", SystemExit, "^1$"),
+    ],
+)
+def test_a_launch_ends_as_its_workers_do(how, unsaved, error, said, monkeypatch, caplog):
+    """If all end well it returns their results by rank. Three replicas have two processes each."""
+    is_signal, failed = isinstance(how, signal.Signals), list[int]()
+    monkeypatch.setattr(HostedStore, "open_in_background", Mock())  # would import torch
+    monkeypatch.setattr(Forked, "how", None if is_signal else how)
+    monkeypatch.setattr(Forked, "unsaved", unsaved)
+    replaced = {"start_fork_server": Mock(), "num_threads": str, "ForkedWorker": Forked}
+    for name, made in replaced.items():
+        monkeypatch.setattr(local, name, made)
+    launch = partial(local.launch, max, 6, (3, 4), environment={"A": "b"}, nproc_per_replica=2)
+    with pytest.raises(error, match=said):
+        launch(
+            timeout_s=0.0 if how is None else LONGEST_S,
+            on_poll=lambda: is_signal and signal.raise_signal(how),
+            on_failure=lambda failure: failed.append(failure.rank),
+        )
+    assert caplog.messages == [f"worker {rank}: {unsaved}" for rank in range(3) if unsaved]
+    assert failed == ([0, 1, 2] if how == Ending("died") else [])
+    monkeypatch.setattr(Forked, "how", Ending())
+    results = [((max, (3, 4)), (str(rank), "3", "b"), "6") for rank in range(6)]
+    assert launch(timeout_s=LONGEST_S) == results
 
 
 def test_mistakes_are_told():

@@ -212,11 +212,21 @@ def test_a_store_with_an_unknown_name_is_named_at_once(rank, monkeypatch, caplog
     assert unknown.call_count <= 3, "it tries again after a pause"
 
 
-def test_a_store_that_nobody_hosts_is_named_in_time():
-    own = replace(environment(1), store_host="127.0.0.1", store_port=1)
-    said = r"worker 1 could not reach the store at 127.0.0.1:1 within 0.2 s \(Connection refused\);"
-    with pytest.raises(RendezvousError, match=rf"{said} worker 0 hosts it: check"):
-        Rendezvous.open(own, 0.2)
+def test_a_store_that_nobody_hosts_is_named_in_time(monkeypatch):
+    """Also one that goes while torch is imported."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    host, port = listener.getsockname()
+
+    class Slow:
+        @property
+        def TCPStore(self) -> type:
+            listener.close()
+            return HashStore
+
+    monkeypatch.setitem(sys.modules, "torch.distributed", Slow())
+    said = rf"could not reach the store at {host}:{port} within 0.2 s \(Connection refused\);"
+    with pytest.raises(RendezvousError, match=f"^worker 1 {said} worker 0 hosts it: check"):
+        Rendezvous.open(replace(environment(1), store_host=host, store_port=port), 0.2)
 
 
 def test_a_store_that_goes_away_is_one_clear_error(caplog):
