@@ -18,8 +18,10 @@ from waiting import wait_until
 
 from gossipdp.errors import RendezvousError
 from gossipdp.launcher import cores, local, reports
+from gossipdp.launcher.environment import Environment
 from gossipdp.launcher.local import ForkedWorker, ScriptWorker
-from gossipdp.launcher.processes import Ending
+from gossipdp.launcher.processes import Ending, WorkerProcess
+from gossipdp.launcher.store import HostedStore
 
 
 @pytest.mark.parametrize(
@@ -32,35 +34,25 @@ def test_threads_heed_the_limit_of_a_container(monkeypatch, limit, num_workers, 
     assert cores.num_threads(num_workers) == expected
 
 
+@pytest.mark.parametrize(
+    ("kind", "has_launcher", "told"),
+    [(RendezvousError, True, ["nobody came"]), (RendezvousError, False, []), (KeyError, True, [])],
+)
 def test_why_a_run_cannot_start_is_told_to_the_launcher_alone_unless_a_hook_shows_it(
-    monkeypatch, capsys
+    kind, has_launcher, told, monkeypatch, capsys
 ):
+    """Without a launcher, and for errors of the script's own, Python shows the traceback."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     reports.say_instead_of_traceback()
     with closing(reports.ReportChannel()) as channel:
         for name, value in reports.report_variables(channel.sender).items():
-            monkeypatch.setenv(name, value)
-        sys.excepthook(RendezvousError, RendezvousError("the models differ"), None)
-        assert channel.take() == [reports.Report(says="the models differ")]
-    assert capsys.readouterr().err == ""
+            monkeypatch.setenv(name, value * has_launcher)
+        sys.excepthook(kind, kind("nobody came"), None)
+        assert [each.says for each in channel.take()] == told
+    assert ("nobody came" in capsys.readouterr().err) == (not told)
     monkeypatch.setattr(sys, "excepthook", own := Mock())
     reports.say_instead_of_traceback()
     assert sys.excepthook is own
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"), [(RendezvousError, "nobody came"), (KeyError, "of the script's own")]
-)
-def test_without_a_launcher_and_for_other_errors_python_shows_the_traceback(
-    kind, text, monkeypatch, capsys
-):
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    reports.say_instead_of_traceback()
-    assert sys.excepthook is not sys.__excepthook__
-    if kind is KeyError:
-        monkeypatch.setattr(reports, "send_report", lambda report: True)
-    sys.excepthook(kind, kind(text), None)
-    assert text in capsys.readouterr().err
 
 
 def test_process_1_reaps_what_a_dead_worker_left_behind():
@@ -158,6 +150,28 @@ def test_the_life_of_a_forked_worker(function, code, said, monkeypatch):
     did.set_num_threads.assert_called_once_with(3)
     ends = call.killpg(0, signal.SIGTERM), call.time.sleep(7.0), call.killpg(0, signal.SIGKILL)
     assert did.mock_calls[-4:] == [call.wait([did.parent_process().sentinel]), *ends]
+
+
+class Answering(WorkerProcess):
+    """A worker in place of a forked one. It ends at once; its result is what it was told."""
+
+    def __init__(self, payload: bytes, variables: dict[str, str], num_threads: int) -> None:
+        super().__init__()
+        self.pid, told = 2**30, Environment.read(variables)  # no process has it
+        self.result = told.rank, told.shard, told.join, variables["COLOUR"], num_threads
+
+    def poll(self) -> Ending:
+        return Ending()
+
+
+def test_launch_starts_the_processes_of_all_replicas_and_returns_their_results(monkeypatch):
+    monkeypatch.setattr(local, "ForkedWorker", Answering)
+    monkeypatch.setattr(local, "start_fork_server", lambda: None)
+    monkeypatch.setattr(HostedStore, "open_in_background", lambda *_: None)
+    monkeypatch.setenv("GOSSIPDP_JOIN", "127.0.0.1:9")  # it is of another launcher
+    results = local.launch(print, 6, environment={"COLOUR": "red"}, nproc_per_replica=2)
+    same = (), "red", cores.num_threads(6)
+    assert results == [(rank, shard, *same) for rank in range(3) for shard in range(2)]
 
 
 def test_mistakes_are_told():
