@@ -18,7 +18,7 @@ from waiting import LONGEST_S, wait_until
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher import rendezvous
 from gossipdp.launcher.environment import Environment
-from gossipdp.launcher.rendezvous import MAX_VALUE_BYTES, Rendezvous, RendezvousResult, Settings
+from gossipdp.launcher.rendezvous import Rendezvous, RendezvousResult, Settings
 from gossipdp.launcher.store import connect
 
 SETTINGS = Settings(
@@ -242,7 +242,7 @@ def test_one_worker_needs_no_store():
         ("worker/0", json.dumps({"host": "\x1b[2Jno" + 9000 * "!"})),
         ("worker/0", json.dumps({"host": "evil.example", "port": 1})),
         ("worker/0", json.dumps({"host": "10.0.0.1", "port": 65536})),
-        ("worker/0", json.dumps({"host": "10.0.0.1", "port": 1}).ljust(MAX_VALUE_BYTES + 1)),
+        ("worker/0", json.dumps({"host": "10.0.0.1", "port": 1}).ljust((1 << 16) + 1)),
         ("worker/0", b"\xff\xfe"),
         ("reference", "[1, 2"),
         ("reference", {"run_id": "a\x1b[2J"}),
@@ -264,7 +264,7 @@ def test_what_a_stranger_writes_is_one_short_line_without_control_characters(key
 def test_a_value_of_the_longest_length_is_read():
     store = HashStore()
     failure(environment(0, 2), store)  # leaves what worker 0 publishes
-    store.set(f"{KEYS}worker/0", store.get(f"{KEYS}worker/0").ljust(MAX_VALUE_BYTES))
+    store.set(f"{KEYS}worker/0", store.get(f"{KEYS}worker/0").ljust(1 << 16))
     assert alone(environment(1, 2), store).meet(HERE, SETTINGS).addresses[0] == HERE
 
 
