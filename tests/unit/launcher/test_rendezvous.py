@@ -18,7 +18,7 @@ from waiting import LONGEST_S, wait_until
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher import rendezvous
 from gossipdp.launcher.environment import Environment
-from gossipdp.launcher.rendezvous import MAX_VALUE_BYTES, Rendezvous, RendezvousResult, Settings
+from gossipdp.launcher.rendezvous import Rendezvous, RendezvousResult, Settings
 from gossipdp.launcher.store import connect
 
 SETTINGS = Settings(
@@ -31,7 +31,7 @@ SETTINGS = Settings(
 OTHER_SHAPE = (SETTINGS.tensors[0], ("output.bias", (5,)))
 SECRET, MINE = b"a secret of this test", {"run_id": "mine", "unique_run_id": True}
 TLS = Path("tls")
-KEYS = "gossipdp/default/0/0/"
+KEYS, HERE = "gossipdp/default/0/0/", ("127.0.0.1", 1)
 
 
 def environment(rank: int, num_workers: int = 3, **values: object) -> Environment:
@@ -56,22 +56,17 @@ def meet(
         return list(pool.map(one, environments))
 
 
-class Alone:
-    """A worker's part in a meeting, whose clock only sleeping moves: it waits in no time."""
-
-    def __init__(self, own: Environment, store: Any) -> None:
-        clock = Clock(100.0)
-        self.part = Rendezvous(own, store, timeout_s=60, clock=clock, sleep=clock.sleep)
-
-    def meet(self, settings: Settings = SETTINGS, secret: bytes | None = None) -> RendezvousResult:
-        return self.part.meet(("127.0.0.1", 1), settings, secret)
+def alone(own: Environment, store: Any) -> Rendezvous:
+    """Return a part in a meeting, whose clock only sleeping moves: it waits in no time."""
+    clock = Clock(100.0, longest_s=1000.0)
+    return Rendezvous(own, store, timeout_s=60, clock=clock, sleep=clock.sleep)
 
 
 def failure(
     own: Environment, store: Any, settings: Settings = SETTINGS, kind: Any = RendezvousError
 ) -> str:
     with pytest.raises(kind) as raised:
-        Alone(own, store).meet(settings)
+        alone(own, store).meet(HERE, settings)
     return str(raised.value)
 
 
@@ -187,7 +182,7 @@ def test_who_never_arrives_is_named(caplog):
 
 def test_two_workers_of_one_rank_are_refused():
     store = HashStore()
-    Alone(environment(0, 1), store).meet()
+    alone(environment(0, 1), store).meet(HERE, SETTINGS)
     reason = failure(environment(0, 1), store, kind=RefusedError)
     assert re.search("another worker already has RANK 0.*__main__.*; if an earlier process", reason)
 
@@ -199,7 +194,7 @@ def test_a_worker_that_is_started_again_cannot_join_the_second_model_of_its_scri
     parts = [Rendezvous(own, store, timeout_s=60, number=number) for number in range(2)]
     assert [part.joins for part in parts] == [True, False]
     with pytest.raises(RefusedError, match=r"worker 0 was started again, .* model number 2"):
-        parts[1].meet(("127.0.0.1", 1), SETTINGS)
+        parts[1].meet(HERE, SETTINGS)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -229,12 +224,18 @@ def test_a_store_that_nobody_hosts_is_named_in_time(monkeypatch):
         Rendezvous.open(replace(environment(1), store_host=host, store_port=port), 0.2)
 
 
-def test_a_store_that_goes_away_is_one_clear_error(caplog):
+def test_a_store_that_goes_away_is_one_clear_error(monkeypatch, caplog):
     broken = mock.Mock(side_effect=RuntimeError("Broken pipe\nException raised from ..."))
     gone = mock.Mock(add=broken, set=broken)
     assert re.search(r"lost the store at store:0 .*\(Broken pipe\)", failure(environment(1), gone))
-    Alone(environment(1), gone).part.mark_ready()
+    alone(environment(1), gone).mark_ready()
     assert "went away before this worker began; training goes on" in caplog.text
+    monkeypatch.setattr("torch.distributed.TCPStore", broken)
+    monkeypatch.setattr(socket, "getaddrinfo", mock.Mock())
+    monkeypatch.setattr(socket, "create_connection", mock.Mock())
+    for rank, verb in enumerate(("host", "use")):
+        with pytest.raises(RendezvousError, match=rf"{verb} the store at store:0: Broken pipe \("):
+            connect(environment(rank), LONGEST_S)
 
 
 def test_one_worker_needs_no_store():
@@ -242,7 +243,7 @@ def test_one_worker_needs_no_store():
     assert part.meet(("127.0.0.1", 9), SETTINGS).addresses == {0: ("127.0.0.1", 9)}
     part.mark_ready()
     with pytest.raises(ValueError, match="the secret has 4 bytes; give at least 16"):
-        Alone(Environment(), None).meet(secret=b"hush")
+        alone(Environment(), None).meet(HERE, SETTINGS, b"hush")
 
 
 @pytest.mark.parametrize(
@@ -251,7 +252,7 @@ def test_one_worker_needs_no_store():
         ("worker/0", json.dumps({"host": "\x1b[2Jno" + 9000 * "!"})),
         ("worker/0", json.dumps({"host": "evil.example", "port": 1})),
         ("worker/0", json.dumps({"host": "10.0.0.1", "port": 65536})),
-        ("worker/0", json.dumps({"host": "10.0.0.1", "port": 1}).ljust(MAX_VALUE_BYTES + 1)),
+        ("worker/0", json.dumps({"host": "10.0.0.1", "port": 1}).ljust((1 << 16) + 1)),
         ("worker/0", b"\xff\xfe"),
         ("reference", "[1, 2"),
         ("reference", {"run_id": "a\x1b[2J"}),
@@ -273,8 +274,8 @@ def test_what_a_stranger_writes_is_one_short_line_without_control_characters(key
 def test_a_value_of_the_longest_length_is_read():
     store = HashStore()
     failure(environment(0, 2), store)  # leaves what worker 0 publishes
-    store.set(f"{KEYS}worker/0", store.get(f"{KEYS}worker/0").ljust(MAX_VALUE_BYTES))
-    assert Alone(environment(1, 2), store).meet().addresses[0] == ("127.0.0.1", 1)
+    store.set(f"{KEYS}worker/0", store.get(f"{KEYS}worker/0").ljust(1 << 16))
+    assert alone(environment(1, 2), store).meet(HERE, SETTINGS).addresses[0] == HERE
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
@@ -286,7 +287,7 @@ def test_worker_0_ends_the_store_that_it_hosts_a_while_after_all_have_begun(monk
     address = "127.0.0.1", free_port()
     own = replace(environment(0, 1), store_host=address[0], store_port=address[1])
     hosts = Rendezvous(own, connect(own, LONGEST_S), timeout_s=LONGEST_S)
-    hosts.meet(("127.0.0.1", 1), SETTINGS)
+    hosts.meet(HERE, SETTINGS)
     assert listens(address)
     hosts.mark_ready()
     wait_until(lambda: not listens(address), "the store's port is closed")

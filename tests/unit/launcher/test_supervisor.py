@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ class Scripted(WorkerProcess):
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         super().__init__()
-        self.pid, self.variables = 2**30, variables  # no process has it
+        self.pid, self.variables = 2**30 + int(variables["LOCAL_RANK"]), variables  # of no process
         self.how: Ending | None = None
         self.signals: list[int] = []
         self.is_killed = False
@@ -63,7 +64,7 @@ class Setting:
         options |= {"clock": lambda: self.now}
         if faults:
             options["faults"] = FaultInjector(FaultPlan.parse(faults), 3, clock=options["clock"])
-        self.injected: list[int] = []
+        self.noted: list[Failure] = []
         self.failures: list[tuple[int, bool]] = []
         self.restarted: list[tuple[int, float]] = []
         self.sentences: list[str] = []
@@ -80,8 +81,7 @@ class Setting:
 
     def note_failure(self, failure: Failure) -> None:
         self.failures.append((failure.rank, self.supervisor.begun))
-        if failure.is_injected:
-            self.injected.append(failure.rank)
+        self.noted.append(failure)
 
     @staticmethod
     def addresses(num_workers: int) -> dict[int, tuple[str, int]]:
@@ -258,9 +258,9 @@ def test_a_kill_of_our_own_is_a_failure_only_if_nobody_ends_well(make, some_end_
     setting = make(begun=True, faults="kill 1")
     setting.report(1, trains=True)
     setting.die(1, how=KILLED, at=[2])
-    assert (setting.failures, setting.injected) == ([(1, True)], [1])
+    assert setting.failures == [(1, True)]
     assert not setting.die(0, 2, how=Ending() if some_end_well else CRASH, at=[3])
-    assert setting.injected == [1]
+    assert [each.rank for each in setting.noted if each.is_injected] == [1]
     setting.supervisor.close()
     assert setting.failed == ([] if some_end_well else [1, 0, 2])
 
@@ -449,19 +449,9 @@ def test_the_delay_doubles_with_each_life_without_a_step_up_to_its_cap(make):
     setting.workers[0].report(trains=True)
     setting.num_start_failures = 1
     assert delay(0) == pytest.approx(0.1, abs=0.06)
-    num_starts = len(setting.restarted)
-    setting.step(setting.now + 0.15)  # nor has a start that failed made a step
-    assert len(setting.restarted) == num_starts
-    setting.step(setting.now + 0.1)
-    assert len(setting.restarted) == num_starts + 1
-
-
-def test_the_budget_is_common_to_all_workers(make):
-    setting = make(begun=True, max_restarts=2)
-    for rank in range(3):
-        setting.die(rank, at=[1.0, 2.0])
-    assert [rank for rank, _ in setting.restarted] == [0, 1]
-    assert (setting.failed, setting.running) == ([2], {0, 1})
+    failed_at = setting.now  # nor has a start that failed made a step
+    setting.step(failed_at + 0.15, failed_at + 0.25)
+    assert setting.restarted[-1] == (0, failed_at + 0.25)
 
 
 @pytest.mark.parametrize("killed", [(0, 1), (1, 0)])
@@ -502,7 +492,7 @@ def test_when_the_last_that_trains_dies_all_are_started_again(make):
     assert [(each.rank, each.restart_count, each.is_joining) for each in again] == [
         (rank, 1, False) for rank in range(3)
     ]
-    assert (again[0].run_id, again[0].secret) == (before.run_id, before.secret)
+    assert again[0] == replace(before, restart_count=1, store_port=again[0].store_port)
     assert again[0].store_port != before.store_port
     setting.workers[0].report(begins=True)
     setting.die(1, at=[5])  # before all have begun again: all are started again
@@ -730,21 +720,15 @@ def test_a_new_replica_joins_the_networks_that_its_user_names(make):
     setting.step(1)
     again = start_again(setting)[1]  # it comes back under the rank that it was given
     assert setting.failures == [(5, True)]
+    assert [each.process_id for each in setting.noted] == [setting.made[2].pid]
     assert (again.rank, again.num_restarts, again.join) == (5, 1, (("10.0.0.1", 101),))
 
 
 def test_where_one_process_cannot_be_started_none_is_left(make):
-    setting = replicas(make)
-    made = list[Scripted]()
-
-    def start_process(variables: Mapping[str, str]) -> Scripted:
-        if made:
-            raise OSError("no process left")
-        made.append(setting.start(variables))
-        return made[-1]
-
-    worker = SupervisedWorker(0, 0)
+    setting, worker = replicas(make), SupervisedWorker(0, 0)
+    first = Scripted({"LOCAL_RANK": "0"})
+    start_process = Mock(side_effect=[first, OSError("no process left")])
     with pytest.raises(OSError, match="no process left"):
         worker.start(setting.plan, start_process, rejoins=False)
-    assert made[0].is_killed
+    assert first.is_killed
     assert (worker.runs, worker.takes_part) == (False, False)
