@@ -19,13 +19,8 @@ from waiting import LONGEST_S, wait_until
 
 from gossipdp.errors import RendezvousError, WorkerFailedError
 from gossipdp.launcher import cores, local, reports
-from gossipdp.launcher.environment import Environment
 from gossipdp.launcher.local import ForkedWorker, ScriptWorker
-<<<<<<< HEAD
 from gossipdp.launcher.processes import Ending, WorkerProcess, exit_reason
-=======
-from gossipdp.launcher.processes import Ending, WorkerProcess
->>>>>>> rest2
 from gossipdp.launcher.store import HostedStore
 
 
@@ -46,29 +41,18 @@ def test_threads_heed_the_limit_of_a_container(monkeypatch, limit, num_workers, 
 def test_why_a_run_cannot_start_is_told_to_the_launcher_alone_unless_a_hook_shows_it(
     kind, has_launcher, told, monkeypatch, capsys
 ):
-<<<<<<< HEAD
     """Without a launcher, and for other errors, Python shows the traceback."""
-=======
-    """Without a launcher, and for errors of the script's own, Python shows the traceback."""
->>>>>>> rest2
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     reports.say_instead_of_traceback()
     sys.excepthook(RendezvousError, RendezvousError("nobody came"), None)
     with closing(reports.ReportChannel()) as channel:
         for name, value in reports.report_variables(channel.sender).items():
-<<<<<<< HEAD
             monkeypatch.setenv(name, value)
         for error in (RendezvousError("the models differ"), KeyError("its own")):
             sys.excepthook(type(error), error, None)
         assert channel.take() == [reports.Report(says="the models differ")]
     shown = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
     assert shown == ["nobody came", "'its own'"]
-=======
-            monkeypatch.setenv(name, value * has_launcher)
-        sys.excepthook(kind, kind("nobody came"), None)
-        assert [each.says for each in channel.take()] == told
-    assert ("nobody came" in capsys.readouterr().err) == (not told)
->>>>>>> rest2
     monkeypatch.setattr(sys, "excepthook", own := Mock())
     reports.say_instead_of_traceback()
     assert sys.excepthook is own
@@ -171,7 +155,6 @@ def test_the_life_of_a_forked_worker(function, code, said, monkeypatch):
     assert did.mock_calls[-4:] == [call.wait([did.parent_process().sentinel]), *ends]
 
 
-<<<<<<< HEAD
 class Forked(WorkerProcess):
     """In place of a process of ``launch``: it ends as ``how`` says, or at a signal."""
 
@@ -223,28 +206,6 @@ def test_a_launch_ends_as_its_workers_do(how, unsaved, error, said, monkeypatch,
     monkeypatch.setattr(Forked, "how", Ending())
     results = [((max, (3, 4)), (str(rank), "3", "b"), "6") for rank in range(6)]
     assert launch(timeout_s=LONGEST_S) == results
-=======
-class Answering(WorkerProcess):
-    """A worker in place of a forked one. It ends at once; its result is what it was told."""
-
-    def __init__(self, payload: bytes, variables: dict[str, str], num_threads: int) -> None:
-        super().__init__()
-        self.pid, told = 2**30, Environment.read(variables)  # no process has it
-        self.result = told.rank, told.shard, told.join, variables["COLOUR"], num_threads
-
-    def poll(self) -> Ending:
-        return Ending()
-
-
-def test_launch_starts_the_processes_of_all_replicas_and_returns_their_results(monkeypatch):
-    monkeypatch.setattr(local, "ForkedWorker", Answering)
-    monkeypatch.setattr(local, "start_fork_server", lambda: None)
-    monkeypatch.setattr(HostedStore, "open_in_background", lambda *_: None)
-    monkeypatch.setenv("GOSSIPDP_JOIN", "127.0.0.1:9")  # it is of another launcher
-    results = local.launch(print, 6, environment={"COLOUR": "red"}, nproc_per_replica=2)
-    same = (), "red", cores.num_threads(6)
-    assert results == [(rank, shard, *same) for rank in range(3) for shard in range(2)]
->>>>>>> rest2
 
 
 def test_mistakes_are_told():
