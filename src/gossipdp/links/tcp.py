@@ -145,6 +145,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
                 self._end(opening, f"no handshake within {HANDSHAKE_TIMEOUT_S:g} s")
             # Acknowledgements that are owed may yet ride on the caller's next frames.
             self._write(acknowledge=False)
+            self._tell()
 
     def wake(self) -> None:
         # A forked child, in which the guard may be taken for ever, finds the transport closed.
