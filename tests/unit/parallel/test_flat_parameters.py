@@ -279,16 +279,17 @@ def test_a_frozen_base_is_left_alone_and_what_moves_in_it_is_told(caplog):
     net = adapted(nn.Linear(8, 2))  # 18 values, for an adapter of 8
     for name, values in ("empty", torch.empty(0)), ("absent", torch.empty(1, device="meta")):
         net["base"].register_parameter(name, nn.Parameter(values, requires_grad=False))
+    packed = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
+    net["base"].register_buffer("packed", packed)
     place = net["base"].weight.data_ptr()
     flat = flatten(net)
     assert {segment.role for segment in flat.state.segments} == {Role.TRAINED}
     assert net["base"].weight.data_ptr() == place
-    assert flat.frozen_names() == {f"base.{name}" for name, _ in net["base"].named_parameters()}
+    assert flat.frozen_names() == {f"base.{name}" for name in net["base"].state_dict()}
     flat.check()
     flat.check()
     assert not caplog.records
-    with torch.no_grad():
-        net["base"].bias.data.mul_(0.99)
+    net["base"].bias.data.mul_(0.99)
     flat.check()
     flat.check()
     (record,) = caplog.records

@@ -182,6 +182,7 @@ def test_a_copy_lies_between_the_values_before_and_after_the_step():
         assert _is_between(before + at * step, before, before + step) is is_copy, at
     for size, proves in ((1.0, True), (1.01, False)):  # a step is no larger than the parameter
         assert _is_telling(nn.Parameter(before), 0.0, before, before + size * step) is proves
+    assert not _is_telling(nn.Parameter(before[:3]), 0.0, before[:3], before[:3]), "by chance"
     assert _sample(torch.arange(1000.0)).tolist() == [*range(0, 1000, 4)], "256 values at most"
 
 

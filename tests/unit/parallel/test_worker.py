@@ -20,6 +20,7 @@ from gossipdp import logs
 from gossipdp.dynamics.state import State
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.counters import Counters
+from gossipdp.gossip.joining import RunEndingError
 from gossipdp.launcher import rendezvous
 from gossipdp.launcher.environment import UNKNOWN_RANK, Environment
 from gossipdp.launcher.reports import ReportChannel, report_variables
@@ -156,18 +157,21 @@ def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once():
     worker.rank, worker._heard = 3, before
     for samples in (10, 20):
         worker.train(samples)
+    taken, given_up = SupersededError("another process has this rank"), []
 
     def join() -> None:
+        if len(given_up) == 1:  # the next rank is taken too
+            raise taken
         assert worker.rank == 3, "it joins once"
         worker.rank, worker._heard = 4, Progress(4, 12)
         worker._heard.merge_all(before.news()[0], 0.0)
 
-    worker._give_up_rank, worker._join_once = lambda superseded: None, join
+    worker._give_up_rank, worker._join_once = given_up.append, join
     worker._rendezvous, logged = SimpleNamespace(mark_ready=lambda rank: None), []
     worker.monitoring = SimpleNamespace(come_again=lambda: logged.append(worker.rank))
-    worker.come_again(SupersededError("another process has rank 3"))
+    worker.come_again(taken)
     worker.train(5)
-    assert [worker.rank] == logged == [4]
+    assert (worker.rank, logged, given_up) == (4, [4], [taken, taken])
     assert worker.total_samples() == 80 + 7 + 30 + 5 == worker._heard.total_samples
     assert worker.counts() == Counts(step=1, steps=1, samples=5)
     assert worker._heard.by_rank() == {1: (80, 8), 2: (7, 1), 3: (30, 2), 4: (5, 1)}
@@ -222,6 +226,11 @@ def test_one_that_joins_goes_on_after_the_newest_file_of_its_rank(linear, monkey
         found.append((worker.rank, worker.incarnation, worker._restarts, worker.before))
     again = 0, 3, 3
     assert found == [(*again, Counts(3, 3, 3)), (*again, Counts(9, 3, 3)), (1, 0, 0, Counts())]
+    monkeypatch.setattr(entry, "has_ended", lambda *_: True)
+    for restarts, error, text in ((0, RunEndingError, "has ended while"), (1, SystemExit, "^0$")):
+        worker._environment = dataclasses.replace(worker._environment, num_restarts=restarts)
+        with pytest.raises(error, match=text):
+            worker._join()
 
 
 def test_only_the_first_model_of_a_script_says_where_to_join_it(wrap_sgd, monkeypatch):
