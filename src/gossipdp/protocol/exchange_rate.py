@@ -144,10 +144,7 @@ class ExchangeRate:
         Nobody falls into debt. Before the first known step every exchange is answered, and a debt
         from a first step of a minute would keep the worker closed for hundreds of steps.
         """
-        if self._step_s is not None and now > self._tokens_at:
-            earned = (now - self._tokens_at) * SPARE * self.rate / self._step_s
-            self._tokens = min(BURST, self._tokens + earned)
-        self._tokens_at = max(now, self._tokens_at)
+        self._earn(now)
         self._tokens = max(0.0, self._tokens - 1.0)
 
     def withdrawn(self) -> None:
@@ -155,16 +152,23 @@ class ExchangeRate:
         self._tokens = min(BURST, self._tokens + 1.0)
 
     def opens_at(self, now: float) -> float:
-        """Return when the worker can afford another exchange: already, if not after ``now``.
+        """Return when the worker can afford another exchange: now, or later.
 
         A worker asks for half of its r exchanges. It also answers others, which have rates of their
         own and may afford more. So all its exchanges are limited to ``SPARE`` r. When its tokens
         run out, it neither asks nor accepts until it has earned one.
         """
+        self._earn(now)
         missing = 1.0 - self._tokens
         if self._step_s is None or missing <= 0.0:
             return now
         return self._tokens_at + missing * self._step_s / (SPARE * self.rate)
+
+    def _earn(self, now: float) -> None:
+        if self._step_s is not None and now > self._tokens_at:
+            earned = (now - self._tokens_at) * SPARE * self.rate / self._step_s
+            self._tokens = min(BURST, self._tokens + earned)
+        self._tokens_at = max(now, self._tokens_at)
 
 
 def _last() -> deque[float]:
