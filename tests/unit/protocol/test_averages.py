@@ -38,7 +38,6 @@ def test_the_sum_of_a_caller_that_died_is_forgotten():
         assert leaf.receive(2, pull) == [], "not its parent"
     assert leaf.review({0, 1}) == [], "a death elsewhere is for the caller to see"
     assert leaf.review({1, 2}) == [Forget(epoch(1))]
-    assert leaf.is_idle
     leaf.receive(0, ask(1, 0, 1, 2))
     assert SendPartial(0, epoch(1), 8) in leaf.receive(0, PullPartials(epoch(1), 8, NUM_CHUNKS))
     quiet = [leaf.tick({0}, {}) for _ in range(24)]
@@ -52,7 +51,6 @@ def test_an_average_to_which_nobody_gives_ends_at_once():
 
 
 def test_a_child_whose_values_are_of_no_use_is_left_out():
-    """The request goes on: it once waited for ever, and its caller with it."""
     root = worker(0)
     root.ask({0, 1, 2})
     root.cannot_give(epoch(1), 2, "NaN")
@@ -125,4 +123,6 @@ def test_who_takes_part_in_many_sums_says_that_it_cannot_in_one_more():
     (refused,) = leaf.receive(last - 1, ask(1, last - 1, last))
     reason = "it takes part in 64 averages already"
     assert refused == Send(last - 1, Stalled(epoch(1, last - 1), last, True, reason))
-    assert leaf.sum_of(epoch(1, last - 2)) is not None, "it takes part in so many"
+    said = Stalled(epoch(1, last - 2), last, True, "NaN")
+    given_up = [Send(said.epoch.leader, said), Forget(said.epoch)]
+    assert leaf.cannot_give(said.epoch, last, "NaN") == given_up, "it took part in so many"

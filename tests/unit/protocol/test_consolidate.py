@@ -93,6 +93,13 @@ def test_of_two_results_the_later_one_stays():
     assert machine.receive(0, say.CommitEpoch(epoch(3), 0.5)) == [], "it holds another result"
     asks = do.Send(0, say.PullResults(epoch(5), epoch(4), 0, 1))
     assert machine.receive(0, begin(5, 0, 1, 2, average=newer)) == [do.Forget(epoch(2)), asks]
+    machine.review(view(4, worker3=Status.ALIVE))  # for which the next epoch has to wait
+    assert machine.receive(0, begin(7, 0, 1, 2, average=say.Average(epoch(6), 3, 0.0))) == []
+    machine.receive(0, begin(5, 0, 1, 2, average=newer))  # once more, by another way
+    machine.result_landed(0, epoch(4), 0, 2.0)
+    asks = do.Send(0, say.PullResults(epoch(7), epoch(6), 0, 1))
+    ends = [do.Commit(epoch(4), 0.5, 3), do.Forget(epoch(4)), asks]
+    assert machine.receive(0, say.CommitEpoch(epoch(5), 0.5)) == ends, "in this order"
 
 
 def test_nobody_else_begins_an_epoch_of_a_leader_that_is_linked():

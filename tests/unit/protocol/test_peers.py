@@ -42,9 +42,7 @@ answer_event = st.tuples(
 def test_waits_and_who_is_left_out_are_those_of_a_model_after_every_event(events):
     """A wait is four times the median answer, and doubles until an answer in time.
 
-    So a peer 300 ms away is reached, although its first answers come too late. At first a peer is
-    as others are. One that does not answer is left out until it says something, or, some waits
-    later, shows life.
+    One that does not answer is left out until it says something or, some waits later, shows life.
     """
     peers, now = make_peers(1, 2), 1.0
     asked: dict[int, list[tuple[ExchangeId, float]]] = {1: [], 2: []}

@@ -311,7 +311,7 @@ def test_one_that_has_had_all_its_lives_and_a_joiner_whose_rank_is_taken_end_at_
 def test_a_joiner_counts_once_it_has_parameters_and_says_so_at_once():
     joiner = make_worker(0, 2, rank=6, process_id=900, status=Status.JOINING)
     other = make_worker(0, 2)
-    assert joiner.neighbours == frozenset()
+    assert joiner.neighbourhood.place == ({}, 0.0, 0.0, 0.5)
     assert not joiner.can_donate
     assert isinstance(said(joiner.receive(0, ask(0), 0.5), 0)[0], Busy)
     other.receive(0, tell(joiner.membership.own), 0.1)

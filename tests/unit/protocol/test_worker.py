@@ -102,15 +102,16 @@ def test_a_proposal_waits_from_when_it_leaves_however_long_ago_its_step_ended():
 
 def test_a_free_that_is_not_answered_keeps_nobody_else_waiting():
     worker = make_worker(0, 2, timeout_s=10.0)  # no heartbeat is due within the wait
-    id = ask(0).message.id
-    worker.receive(0, ask(0), 0.1)
-    worker.receive(2, ask(2), 0.2)
-    worker.receive(5, ask(5), 0.2)
-    worker.link_up(5, 0.2)
-    worker.receive(5, ask(5), 0.2)
-    assert said(worker.finished(id, 0.3)) == [say.Free()]
-    assert said(run(worker, 0.3, 0.29 + FIRST_WAIT_S, {0, 5}), 5) == []
-    assert said(run(worker, 0.3, 0.31 + FIRST_WAIT_S, {0, 5}), 5) == [say.Free()]
+    for peer in (3, 5):
+        worker.link_up(peer, 0.2)
+    for peer in (0, 2, 5):
+        worker.receive(peer, ask(peer), 0.29)
+    assert said(worker.finished(ask(0).message.id, 0.3)) == [say.Free()]
+    worker.receive(3, ask(3), 0.4)
+    stops = of_type(run(worker, 0.4, 0.66, {0, 3, 5}), Stop)
+    assert [stop.peer for stop in stops] == [3], "an exchange that stands still ends meanwhile"
+    assert said(run(worker, 0.66, 0.29 + FIRST_WAIT_S, {0, 5}), 5) == []
+    assert said(run(worker, 0.66, 0.31 + FIRST_WAIT_S, {0, 5}), 5) == [say.Free()]
     assert worker.pairing.available.keys() == {0}
 
 
