@@ -176,16 +176,24 @@ class Forked(WorkerProcess):
 
 @pytest.mark.usefixtures("plain_sigterm")
 @pytest.mark.parametrize(
-    ("how", "unsaved", "error", "said"),
+    ("how", "unsaved", "raised"),
     [
-        (None, None, WorkerFailedError, "^timeout_s=0 passed, but of 6 workers 0, 1, 2 still ran$"),
-        (Ending("died"), None, WorkerFailedError, "workers 0, 1, 2 lost its process 0, which died"),
-        (signal.SIGINT, None, KeyboardInterrupt, "^$"),
-        (signal.SIGTERM, None, SystemExit, "^143$"),
-        (signal.SIGTERM, "no room", SystemExit, "^1$"),
+        (
+            None,
+            None,
+            (WorkerFailedError, "^timeout_s=0 passed, but of 6 workers 0, 1, 2 still ran$"),
+        ),
+        (
+            Ending("died"),
+            None,
+            (WorkerFailedError, "workers 0, 1, 2 lost its process 0, which died"),
+        ),
+        (signal.SIGINT, None, (KeyboardInterrupt, "^$")),
+        (signal.SIGTERM, None, (SystemExit, "^143$")),
+        (signal.SIGTERM, "no room", (SystemExit, "^1$")),
     ],
 )
-def test_a_launch_ends_as_its_workers_do(how, unsaved, error, said, monkeypatch, caplog):
+def test_a_launch_ends_as_its_workers_do(how, unsaved, raised, monkeypatch, caplog):
     """If all end well it returns their results by rank. Three replicas have two processes each."""
     is_signal, failed = isinstance(how, signal.Signals), list[int]()
     monkeypatch.setattr(HostedStore, "open_in_background", Mock())  # would import torch
@@ -195,7 +203,7 @@ def test_a_launch_ends_as_its_workers_do(how, unsaved, error, said, monkeypatch,
     for name, made in replaced.items():
         monkeypatch.setattr(local, name, made)
     launch = partial(local.launch, max, 6, (3, 4), environment={"A": "b"}, nproc_per_replica=2)
-    with pytest.raises(error, match=said):
+    with pytest.raises(raised[0], match=raised[1]):
         launch(
             timeout_s=0.0 if how is None else LONGEST_S,
             on_poll=lambda: is_signal and signal.raise_signal(how),
