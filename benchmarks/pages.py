@@ -34,9 +34,7 @@ BY_KEY = {column.key: column for column in COLUMNS} | {THOUSANDS.key: THOUSANDS}
 DETAILS = (
     "samples", "samples_ratio", "loss", "loss_ratio", "share_of_calm", "restart_s", "megabytes"
 )  # fmt: skip
-"""The columns of a condition's table; without those of which it has no figure."""
-WITHOUT_RANGE = DETAILS[4:]
-"""The columns of these that show medians alone."""
+"""The columns of a condition's table, the first four with ranges; some have no figure there."""
 
 WORST = "kills10_moving"
 SUMMARY = {CALM: "calm", "moving": "slow", "kills10": "kills", WORST: "both"}
@@ -62,7 +60,7 @@ def condition(name: str, of: str) -> str:
     """Return the table of a condition: a line a row, most figures with their ranges."""
     runs, calm = stored(name)[of], stored(name).get(CALM, {})
     columns = [BY_KEY[key] for key in DETAILS if of != CALM or key != "share_of_calm"]
-    lines = cells(runs, calm, columns, WITHOUT_RANGE)
+    lines = cells(runs, calm, columns, DETAILS[4:])
     known = [
         number for number, each in enumerate(zip(*lines.values(), strict=True)) if {*each} != {"-"}
     ]

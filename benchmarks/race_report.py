@@ -115,9 +115,9 @@ def spreads(
 
 
 def cells(
-    runs: Runs, calm: Runs, columns: Sequence[Column], without_range: Collection[str] = ()
+    runs: Runs, calm: Runs, columns: Sequence[Column], bare: Collection[str] = ()
 ) -> dict[str, list[str]]:
-    """Return the texts of each row: medians over the rounds, the best of each column bold."""
+    """Return the texts of each row: medians, with ranges unless ``bare``, the best bold."""
     found = spreads(runs, calm, columns)
     best = {
         column.key: column.best(values)
@@ -129,8 +129,7 @@ def cells(
     def text(spread: Spread, column: Column) -> str:
         if not math.isfinite(spread.median):
             return "-"
-        is_short = column.key in without_range
-        shown = f"{spread.median:{column.form}}" if is_short else spread.text(column.form)
+        shown = f"{spread.median:{column.form}}" if column.key in bare else spread.text(column.form)
         return f"**{shown}**" if spread.median == best.get(column.key) else shown
 
     return {
@@ -186,10 +185,8 @@ def notes(found: Mapping[str, Runs]) -> list[str]:
         f"{by_row('.2f', lambda run: run.result.ended_s - run.settings.seconds)}. The launcher "
         "took so much of a core: "
         f"{by_row('.1%', lambda run: run.result.launcher_s / run.settings.seconds)}. Spare "
-        "interpreters, which have imported torch and the row's own package, where workers are "
-        f"killed: {by_row('.0f', lambda run: run.settings.num_spares)}; a host that vanishes takes "
-        "its own along. A restart comes 0.1 s after the death, of a gossipdp worker later for each "
-        "life without a gradient step. "
+        "interpreters, with torch and the row's own package imported, where workers are killed: "
+        f"{by_row('.0f', lambda run: run.settings.num_spares)}; a vanished host takes its own. "
     )
     if not all(each.waits for each in settings):
         limited = any(each.quota_s for each in settings)

@@ -70,7 +70,7 @@ def test_a_first_run_in_a_kernel():
 
 
 def test_train_look_train_on_and_interrupt(tmp_path):
-    kernel = KernelManager(kernel_name="python3", transport="ipc")
+    kernel = KernelManager(kernel_name="python3")
     kernel.start_kernel(cwd=str(tmp_path))
     client = kernel.blocking_client()
     client.start_channels()

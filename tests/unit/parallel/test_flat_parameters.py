@@ -279,8 +279,6 @@ def test_a_frozen_base_is_left_alone_and_what_moves_in_it_is_told(caplog):
     net = adapted(nn.Linear(8, 2))  # 18 values, for an adapter of 8
     for name, values in ("empty", torch.empty(0)), ("absent", torch.empty(1, device="meta")):
         net["base"].register_parameter(name, nn.Parameter(values, requires_grad=False))
-    packed = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
-    net["base"].register_buffer("packed", packed)
     place = net["base"].weight.data_ptr()
     flat = flatten(net)
     assert {segment.role for segment in flat.state.segments} == {Role.TRAINED}

@@ -6,8 +6,8 @@ from random import Random
 import pytest
 
 from gossipdp.protocol import messages as say
-from gossipdp.protocol.actions import Begin, Send, Stop, Withdrawn
-from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
+from gossipdp.protocol.actions import Begin, Send, Withdrawn
+from gossipdp.protocol.neighbours import NeighbourPolicy
 from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, Proposing
 
 
@@ -73,34 +73,6 @@ def asking() -> Pairing:
     return pairing
 
 
-@pytest.mark.parametrize(
-    ("event", "given"), [("lost", 2), ("unanswered", 2), ("set_available", {8: 0.5})]
-)
-def test_a_proposal_that_comes_to_nothing_moves_on_and_its_demand_is_kept(event, given):
-    pairing = proposing()
-    assert getattr(pairing, event)(given) == [proposes(8, 2)]
-    assert pairing.lost(8) == []
-    assert (pairing.state, pairing.backlog) == (Idle(), 1)
-    pairing.set_available({})
-    assert pairing.set_available({8: 0.5}) == [proposes(8, 3)]
-
-
-@pytest.mark.parametrize(
-    ("event", "given", "actions"),
-    [
-        ("lost", [2], [Stop(2, own(1), "the link was lost")]),
-        ("abort", ["NaN"], [Send(2, say.Abort(own(1), "NaN")), Stop(2, own(1), "NaN")]),
-        ("receive", [2, say.Abort(own(1), "NaN")], [Stop(2, own(1), "the peer aborted: NaN")]),
-    ],
-)
-def test_an_exchange_that_ends_early_keeps_the_demand_and_leaves_the_peer_out(
-    event, given, actions
-):
-    pairing = asking()
-    assert getattr(pairing, event)(*given) == [*actions, proposes(8, 2)]
-    assert pairing.backlog == 1
-
-
 def test_while_one_free_is_unanswered_nobody_else_is_freed():
     """Meanwhile another worker asks, its exchange ends, and two that asked at rest come back."""
     pairing = answering(8, 1)
@@ -153,16 +125,6 @@ def test_crossing_proposals_merge_into_that_of_the_lower_rank():
     lower.tick()
     assert lower.receive(8, ask(8)) == []
     assert lower.receive(8, say.Accept(own(1), 0.9)) == [Begin(8, own(1), 0.9)]
-
-
-def test_free_of_a_neighbour_that_the_policy_leaves_out_is_passed():
-    pairing = make_pairing(policy=Fresh(Random(0)))
-    assert pairing.receive(8, ask(8)) == accepted(8)
-    pairing.finished(ask(8).id)
-    pairing.tick()
-    pairing.receive(2, say.Busy(own(1)))
-    assert pairing.receive(8, say.Free()) == [Send(8, say.Pass())]
-    assert pairing.receive(2, say.Free()) == [proposes(2, 2)]
 
 
 def test_a_waiter_that_was_served_waits_behind_the_others():
