@@ -110,7 +110,7 @@ def measure_speed(settings: Settings) -> Result:
             assert segment.c is not None
             for chunk, there in segment.split(target):
                 x, pending, c = chunk.x, chunk.pending, chunk.c
-                update.snapshot(there, x, pending, c, 0.01)
+                update.snapshot(there, x, pending, c, 0.01, compiled=False)
                 update.exchange(pending, c, there, x, 0.01, 0.9, ALPHA_TILDE)
 
         def boundary(state: State = state) -> None:

@@ -34,7 +34,7 @@ BY_KEY = {column.key: column for column in COLUMNS} | {THOUSANDS.key: THOUSANDS}
 DETAILS = (
     "samples", "samples_ratio", "loss", "loss_ratio", "share_of_calm", "restart_s", "megabytes"
 )  # fmt: skip
-"""The columns of a condition's table; without those of which it has no figure."""
+"""The columns of a condition's table, the first four with ranges; some have no figure there."""
 
 WORST = "kills10_moving"
 SUMMARY = {CALM: "calm", "moving": "slow", "kills10": "kills", WORST: "both"}
@@ -57,10 +57,10 @@ def stored(name: str) -> dict[str, Runs]:
 
 
 def condition(name: str, of: str) -> str:
-    """Return the table of a condition: a line a row, ranges in brackets."""
+    """Return the table of a condition: a line a row, most figures with their ranges."""
     runs, calm = stored(name)[of], stored(name).get(CALM, {})
     columns = [BY_KEY[key] for key in DETAILS if of != CALM or key != "share_of_calm"]
-    lines = cells(runs, calm, columns)
+    lines = cells(runs, calm, columns, DETAILS[4:])
     known = [
         number for number, each in enumerate(zip(*lines.values(), strict=True)) if {*each} != {"-"}
     ]
@@ -73,7 +73,7 @@ def condition(name: str, of: str) -> str:
 def medians(runs: Runs, key: str, form: str) -> dict[str, str]:
     """Return the medians of a figure by row, without their ranges, the best one bold."""
     column = BY_KEY[key]._replace(form=form)
-    return {row: text for row, (text,) in cells(runs, {}, [column], with_ranges=False).items()}
+    return {row: text for row, (text,) in cells(runs, {}, [column], [key]).items()}
 
 
 def summary() -> str:

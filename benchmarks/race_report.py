@@ -9,7 +9,7 @@ import json
 import math
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -115,9 +115,9 @@ def spreads(
 
 
 def cells(
-    runs: Runs, calm: Runs, columns: Sequence[Column], *, with_ranges: bool = True
+    runs: Runs, calm: Runs, columns: Sequence[Column], bare: Collection[str] = ()
 ) -> dict[str, list[str]]:
-    """Return the texts of each row: medians over the rounds, the best of each column bold."""
+    """Return the texts of each row: medians, with ranges unless ``bare``, the best bold."""
     found = spreads(runs, calm, columns)
     best = {
         column.key: column.best(values)
@@ -129,7 +129,7 @@ def cells(
     def text(spread: Spread, column: Column) -> str:
         if not math.isfinite(spread.median):
             return "-"
-        shown = spread.text(column.form) if with_ranges else f"{spread.median:{column.form}}"
+        shown = f"{spread.median:{column.form}}" if column.key in bare else spread.text(column.form)
         return f"**{shown}**" if spread.median == best.get(column.key) else shown
 
     return {
@@ -185,10 +185,8 @@ def notes(found: Mapping[str, Runs]) -> list[str]:
         f"{by_row('.2f', lambda run: run.result.ended_s - run.settings.seconds)}. The launcher "
         "took so much of a core: "
         f"{by_row('.1%', lambda run: run.result.launcher_s / run.settings.seconds)}. Spare "
-        "interpreters, which have imported torch and the row's own package, where workers are "
-        f"killed: {by_row('.0f', lambda run: run.settings.num_spares)}; a host that vanishes takes "
-        "its own along. gossipdp's supervisor waits 0.1, 0.2, 0.4 ... s before a worker's 1st, "
-        "2nd, 3rd ... restart, the others' always 0.1 s. "
+        "interpreters, with torch and the row's own package imported, where workers are killed: "
+        f"{by_row('.0f', lambda run: run.settings.num_spares)}; a vanished host takes its own. "
     )
     if not all(each.waits for each in settings):
         limited = any(each.quota_s for each in settings)

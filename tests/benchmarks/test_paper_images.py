@@ -7,7 +7,7 @@ import paper_images
 import pytest
 import torch
 from image_files import write_fashion_mnist
-from paper_images import ACCELERATED, ALL_REDUCE, DOUBLED, ROWS, Runs, Task, main
+from paper_images import ACCELERATED, ALL_REDUCE, DOUBLED, ROWS, Runs, Task
 from torch import nn
 
 from gossipdp_lab.simulate import simulate
@@ -69,28 +69,6 @@ def test_all_rows_train_on_equally_many_samples(task):
     assert steps[ALL_REDUCE] == expected == 16
     # Asynchronous workers begin in the middle of a step.
     assert all(abs(found - expected) <= 2 for found in steps.values())
-
-
-def test_the_benchmark_goes_on_where_it_was(tmp_path, monkeypatch):
-    write_fashion_mnist(tmp_path, num_train=64, num_test=32)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("support.report.RESULTS", tmp_path / "results")
-    words = ["paper_images.py", "--data", ".", "--workers", "4", "--epochs", "1"]
-    words += ["--batch-size", "4", "--seeds", "2", "--rows", ACCELERATED]
-    monkeypatch.setattr("sys.argv", words)
-    main()
-    path = tmp_path / "results" / "paper_images.jsonl"
-    setting = Task(tmp_path, workers=4, epochs=1, batch_size=4).setting
-    found = Runs(path).of_row("simulated", ACCELERATED, setting)
-    assert [run["seed"] for run in found] == [0, 1]
-    before = path.read_bytes()
-    monkeypatch.setattr(Task, "scenario", None)  # no run is made again
-    main()
-    assert path.read_bytes() == before
-    page = path.with_suffix(".md").read_text()
-    headings = [line for line in page.splitlines() if line.startswith("### ")]
-    assert headings == [f"### simulated, {setting}, 1 times the paper's learning rate"]
-    assert [len(run["accuracies"]) for run in found] == [3, 3]  # at the start too
 
 
 def test_time_by_the_simulators_clock(tmp_path, monkeypatch):

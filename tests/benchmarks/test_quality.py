@@ -1,20 +1,16 @@
 """The parts of quality that its figures rest on, and two short runs."""
 
-import json
 import math
 from dataclasses import replace
 
 import pytest
-import quality
-import support.report
 import torch
-from quality import TUNING_SEED, QualityBenchmark, measure, measure_all
+from quality import TUNING_SEED, measure
 from support.conditions import CONDITIONS
 from support.quality_rows import DEFAULT_ROWS, KINDS, OuterNesterov, RowName
 from support.quality_worker import RunResult, RunSettings, Size, num_parameters, run
 from torch import nn
 
-from gossipdp import WorkerFailedError
 from support import quality_rows
 
 SIZE = Size(width=16, depth=1, context=16, batch_size=2, steps=4)
@@ -79,35 +75,6 @@ def test_the_outer_step_is_nesterovs():
     torch.testing.assert_close(nn.utils.parameters_to_vector(net.parameters()).detach(), expected)
     net.weight.data.add_(1.0)  # the anchor stays where the outer step left it
     torch.testing.assert_close(outer.drift()[:6], torch.ones(6))
-
-
-def test_a_second_call_goes_on_where_the_first_was_stopped(tmp_path, monkeypatch, capsys):
-    asked: list[RunSettings] = []
-
-    def fake(settings: RunSettings, hosts: None) -> RunResult:
-        asked.append(settings)
-        if settings.row == "ddp_bf16":
-            raise WorkerFailedError("workers 0, 1 raised TypeError")
-        return result(3.0 + abs(math.log2(settings.learning_rate / 0.008)))
-
-    monkeypatch.setattr(quality, "run", fake)
-    benchmark = QualityBenchmark(
-        rows="ddp,ddp_bf16,none", data="disjoint", seeds=2, runs=tmp_path / "runs.jsonl"
-    )
-    monkeypatch.setattr(support.report, "RESULTS", tmp_path)
-    measure_all(replace(benchmark, minutes=0.0))
-    assert not asked
-    assert "it is not tuned yet" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="failed: DDP, bf16 hook"):
-        measure_all(benchmark)
-    assert "it failed: workers 0, 1 raised TypeError" in capsys.readouterr().out
-    assert [one.seed for one in asked if one.row == "none"] == [0, 0, 0, 1, 2]
-    assert "call again" not in (tmp_path / "unfinished.md").read_text()
-    first = len(asked)
-    measure_all(replace(benchmark, rows="ddp,none", seeds=3))
-    stored = json.loads((tmp_path / "quality_large.json").read_bytes())
-    assert set(stored["result"]["rows"]) == {"ddp", "none"}
-    assert [(one.row, one.seed) for one in asked[first:]] == [("ddp", 3), ("none", 3)]
 
 
 @pytest.mark.processes

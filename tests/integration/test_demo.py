@@ -2,6 +2,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -26,21 +27,22 @@ def train_until_all_are_back(
     arguments: DemoArguments, least_s: float, configuration: dict[str, Any]
 ) -> None:
     """Train as the demo does, but until the test says that those who were gone take part again."""
-    assert least_s == 0.0  # samples alone decide in the demo, which then asks no _until
+    # In the demo samples alone decide, and it asks no _until; under --compare time alone does.
+    assert least_s == (arguments.seconds or 0.0)
     until = demo_training._until
 
     def until_back(is_over: Callable[[], bool], loader: Any) -> Any:
         return until(lambda: is_over() and (arguments.directory / "all-back").exists(), loader)
 
     demo_training._until = until_back
-    demo_training.train_worker(arguments, 1e-3, configuration)
+    demo_training.train_worker(arguments, least_s or 1e-3, configuration)
 
 
-def test_a_kill_is_noticed_and_the_worker_comes_back(tmp_path, monkeypatch):
+def end_once_all_are_back(monkeypatch: pytest.MonkeyPatch, run: Path, *others: int) -> None:
     deadline_s = time.monotonic() + 2 * LONGEST_S
 
     def witnesses(rank: int, what: str) -> set[int]:
-        logs = RunLog.read(tmp_path / "run").workers
+        logs = RunLog.read(run).workers
         seen = {other: [(each.rank, each.kind) for each in logs[other].noticed] for other in logs}
         return {other for other, notices in seen.items() if (rank, what) in notices}
 
@@ -49,15 +51,18 @@ def test_a_kill_is_noticed_and_the_worker_comes_back(tmp_path, monkeypatch):
 
         def step(self, workers: Sequence[SupervisedWorker]) -> None:
             assert time.monotonic() < deadline_s, self.records
-            if self.first_step_s is not None and (
-                witnesses(0, "lost") >= {1, 2} and witnesses(0, "restarted")
-            ):
-                (tmp_path / "run" / "all-back").touch()
+            trains = self.first_step_s is not None and run.is_dir()
+            if trains and witnesses(0, "lost") >= {*others} and witnesses(0, "restarted"):
+                (run / "all-back").touch()
             super().step(workers)
 
     monkeypatch.setattr(faults, "FaultInjector", Watching)
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     monkeypatch.setattr(demo_training, "train_worker", train_until_all_are_back)
+
+
+def test_a_kill_is_noticed_and_the_worker_comes_back(tmp_path, monkeypatch):
+    end_once_all_are_back(monkeypatch, tmp_path / "run", 1, 2)
     # Samples enough for the accuracy below, however slow the machine is.
     options = {"workers": 3, "faults": "kill 0 at 1s", "samples": 12_800, "restart": True}
     paths = {"output": tmp_path / "run", "json": tmp_path / "results.json"}
@@ -79,10 +84,13 @@ def test_a_kill_is_noticed_and_the_worker_comes_back(tmp_path, monkeypatch):
     assert {end.num_averaged for end in ends if end} == {3}
 
 
-def test_both_train_as_long_and_the_sentence_is_that_of_their_figures(tmp_path, capsys):
-    results = tmp_path / "results.json"
+def test_both_train_as_long_and_the_sentence_is_that_of_their_figures(
+    tmp_path, monkeypatch, capsys
+):
+    end_once_all_are_back(monkeypatch, tmp_path / "run" / "a2cid2", 1)
+    results, plan = tmp_path / "results.json", "slow 4x 1 at 0s for 0.5s; kill 0 at 0.2s"
     options = {"compare": True, "workers": 2, "seconds": 3.0, "output": tmp_path / "run"}
-    assert run(DemoArguments(json=results, **options)) == 0
+    assert run(DemoArguments(json=results, faults=plan, **options)) == 0
     found = json.loads(results.read_text())
     assert found.keys() == {"verdict", "times_the_samples", "worse_by", "allreduce", "a2cid2"}
     runs = [found[method] for method in ("allreduce", "a2cid2")]

@@ -28,8 +28,8 @@ def small_run() -> SmallRun:
 
 
 def stop_for_a_while(directory: Path) -> tuple[Stats, list[int], list[list[float]]]:
-    """Rank 1 stops itself; rank 0 lets it go on once it is lost to the others."""
-    run = small_run()
+    """Rank 1 stops itself; rank 0 lets it go on a while after it is lost to both others."""
+    run, lost = small_run(), directory / "lost-2"
 
     def exchange() -> None:
         before = run.model.stats().exchanges
@@ -42,8 +42,14 @@ def stop_for_a_while(directory: Path) -> tuple[Stats, list[int], list[list[float
         exchange()
     else:
         wait_until(lambda: "lost" in run.noticed(), "worker 1 is lost", run.step)
-        if run.rank == 0:
+        if run.rank == 2:
+            lost.touch()
+        else:
             exchange()
+            wait_until(lost.exists, "worker 1 is lost to worker 2 too", run.step)
+            # It was heard last a little before its stop, which has to last for the time-out.
+            again_s = time.monotonic() + SILENCE_S / 4
+            run.train_until(lambda: time.monotonic() > again_s)
             os.kill(int((directory / "pid-1").read_text()), signal.SIGCONT)
         wait_until(lambda: "answered" in run.noticed(), "worker 1 answers again", run.step)
     assert run.model.consolidate().world_size == 3

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from waiting import FOR_EVER_S, LONGEST_S, wait_until
 
 from gossipdp.errors import WorkerFailedError
 from gossipdp.launcher.environment import Environment
-from gossipdp.launcher.local import launch
 from gossipdp.launcher.rendezvous import Rendezvous, Settings
 from gossipdp.launcher.reports import Report, ReportChannel, send_report
 
@@ -105,13 +103,6 @@ def test_sys_exit_with_a_status_is_a_failure(workers, status, code):
 def test_time_runs_out(workers):
     with pytest.raises(WorkerFailedError, match="timeout_s=1 passed, but of 2 workers 0, 1 still"):
         workers(time.sleep, 2, (FOR_EVER_S,), timeout_s=1)
-
-
-def test_mistakes_are_told():
-    with pytest.raises(ValueError, match="world_size is 0; it must be at least 1"):
-        launch(os.getpid, world_size=0)
-    with pytest.raises(ValueError, match="cannot send <built-in function print> and its arg"):
-        launch(print, 1, (threading.Lock(),))
 
 
 def count_sockets_of_the_fork_server() -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_run import patient
 from torch import Tensor, nn
 from waiting import wait_until
 
@@ -33,7 +34,9 @@ def mix(meeting):
     optimizer = torch.optim.SGD(vector.parameters(), lr=0.0)  # no gradient: it changes nothing
     # Strict: each step brings its exchanges on a busy machine too.
     options = {"exchange": Exchange(pace="strict"), "counting": Counting(samples_per_step=1)}
-    model = GossipDataParallel(vector, optimizer, graph="ring", comm_rate=2.0, **options)
+    model = GossipDataParallel(
+        vector, optimizer, graph="ring", comm_rate=2.0, network=patient(), **options
+    )
     # Wrapping gave all of them rank 0's vector. No worker asks before its fifth step, and none
     # steps before all have vectors of their own.
     model.load_state_dict({"vector": start_vector(model.rank)})
@@ -97,8 +100,8 @@ def train(choice: Any) -> tuple[Tensor, Tensor, int]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 700), nn.ReLU(), nn.Linear(700, 900))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, betas=(0.9, 0.98))
-    exchange = Exchange(moments=choice, pace="strict")
-    model = GossipDataParallel(net, optimizer, graph="complete", exchange=exchange)
+    options = {"exchange": Exchange(moments=choice, pace="strict"), "network": patient()}
+    model = GossipDataParallel(net, optimizer, graph="complete", **options)
     torch.manual_seed(model.rank)
     for _ in range(60):
         optimizer.zero_grad()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from known_average import assert_is_mean, quietly, x_of, z_of
-from small_run import three_chunks
+from small_run import patient, three_chunks
 from threadpoolctl import threadpool_limits
 from torch import nn
 from waiting import wait_until
@@ -47,7 +47,9 @@ def train_and_consolidate(method: str, graph: str, optimizer_name: str, options:
         net = net.to(torch.bfloat16)
         net[0].register_forward_pre_hook(lambda _, inputs: (inputs[0].bfloat16(),))
     optimizer = getattr(torch.optim, optimizer_name)(net.parameters(), lr=0.01)
-    model = GossipDataParallel(net, optimizer, method=method, graph=graph, **options)
+    model = GossipDataParallel(
+        net, optimizer, method=method, graph=graph, network=patient(), **options
+    )
     start = flat(net)
     wait_for_all(model)  # else rank 0 trains before all have its parameters
     train(model, optimizer, 40)

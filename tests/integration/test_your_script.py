@@ -110,7 +110,7 @@ LOOKS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     ),
     "Checkpoints, and going on after a crash": (
         "start, model.stats().samples",
-        lambda a, b: min(a[0], b[0]) >= 20 * 32 and 3 * SAMPLES / 2 <= a[1] + b[1] < 3 * SAMPLES,
+        lambda a, b: a[0] + b[0] >= SAMPLES and 3 * SAMPLES / 2 <= a[1] + b[1] < 3 * SAMPLES,
     ),
     "Save for inference": (
         "net.training, net[0].weight.tolist()",
@@ -190,8 +190,8 @@ def seen(
     # Tracing alone: the real compiler takes seconds.
     name = "torch.compile"
     scripts[name] = other(name, "net.compile()", 'net.compile(backend="eager")')
-    # Longer than worker 0 may be kept from a core; and without the stop far longer than the test.
-    for name in ("Evaluate each epoch on one worker", "Keep the best model"):
+    # Longer than a worker may be kept from a core; and without the stop far longer than the test.
+    for name in ("Evaluate each epoch on one worker", "Keep the best model", "Unfreezing later"):
         scripts[name] = other(name, "(loader, 4)", "(loader, 12)")
     name = "Stop early, all workers together"
     scripts[name] = other(name, "(loader, 4)", "(loader, 400)")

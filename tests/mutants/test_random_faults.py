@@ -1,6 +1,5 @@
 """``make mutants RANDOM=N``: its draws, its edits, and the tests that it chooses."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -221,32 +220,6 @@ def test_a_fault_that_is_judged_equivalent_does_not_run(monkeypatch):
     assert not entry.is_of(AT_TOP, TEXT)
     assert not entry.is_of(replace(IN_FUNCTION, file="gossipdp/dynamics/state.py"), TEXT)
     assert random_faults.run(2, AT_TOP, TEXT, tests, seconds=1.0).verdict == random_faults.UNREACHED
-
-
-def outcomes_of(*verdicts: str) -> list[random_faults.Outcome]:
-    fault = Fault(FILE, "sign", (0, 0), "", (1, 1), True)
-    return [
-        random_faults.Outcome(number, fault, "diff", getattr(random_faults, verdict))
-        for number, verdict in enumerate(verdicts, start=1)
-    ]
-
-
-def test_equivalent_faults_and_unreached_ones_in_the_score(capsys):
-    verdicts = ["KILLED", "KILLED", "LATE", "SURVIVED", "CUT", "UNREACHED", "EXEMPT", "EXEMPT"]
-    random_faults.show(outcomes_of(*verdicts), 1.0)
-    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("dynamics"))
-    assert row.split() == ["dynamics", "3", "6", "50.0%", "1", "1", "2"]
-
-
-def test_what_only_one_file_of_tests_kills(tmp_path, capsys):
-    by = {1: "tests/a.py::x", 2: "tests/a.py::y[3]", 3: "tests/b.py::z", 4: "", 5: "status 2"}
-    rows = [{"number": number, "by": name} for number, name in by.items()]
-    (tmp_path / "found.json").write_text(json.dumps({"faults": rows}))
-    killers = random_faults.read_killers(tmp_path / "found.json")
-    assert killers == {1: "tests/a.py", 2: "tests/a.py", 3: "tests/b.py"}
-    random_faults.show_killers(outcomes_of("KILLED", "UNREACHED", "LATE"), killers)
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[-2:] == [["2", "1", "tests/a.py"], ["1", "0", "tests/b.py"]]
 
 
 def test_each_equivalent_fault_is_one_that_could_be_drawn_and_no_other():

@@ -1,10 +1,13 @@
 """Sums over a tree in the simulated network: what they come to, and who may hold them up."""
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from links import MemoryLink
 from simulated_faults.averaged_rows import AveragedRows, Frame
 from simulated_faults.network import FaultyNetwork, Loss
 
@@ -12,9 +15,9 @@ from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.errors import PoisonedError
 from gossipdp.gossip import sums as data_side
-from gossipdp.gossip.sums import BUSY_S
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
+from gossipdp.protocol import actions as do
 from gossipdp.protocol import messages as say
 from gossipdp.protocol.reduction import WINDOW
 from gossipdp_lab.simulate.network import Conditions, Wire, make_workers
@@ -246,14 +249,8 @@ def test_a_lost_link_costs_an_average_nothing_but_time(lost):
 
 
 def test_a_turn_does_a_few_chunks_and_says_that_work_is_left():
-    """Each costs a pass, and the clock that calls back shows it."""
-    now = 0.0
-
-    def clock() -> float:
-        nonlocal now
-        now += 0.3 * BUSY_S
-        return now
-
+    """Each costs a pass: at each look at the clock so much time has gone."""
+    clock = partial(next, itertools.count(0.0, 0.3 * data_side.BUSY_S))
     constants = Constants.of(build_graph("complete", 1))
     (worker,) = make_workers(constants, seed=0, num_chunks=40).values()
     ended: list[Any] = []
@@ -263,7 +260,8 @@ def test_a_turn_does_a_few_chunks_and_says_that_work_is_left():
         for action in actions:
             sums.perform(action)
 
-    sums = data_side.Sums(state, worker, {}, perform, clock, poisoned=pytest.fail)
+    links = {peer: MemoryLink(peer) for peer in (1, 2)}
+    sums = data_side.Sums(state, worker, links, perform, clock, poisoned=pytest.fail)
     sums.on_end = ended.append
     perform(worker.done(0.0))
     turns = 0
@@ -274,6 +272,8 @@ def test_a_turn_does_a_few_chunks_and_says_that_work_is_left():
         turns += 1
     assert 14 <= turns <= 20
     assert torch.equal(torch.cat(ended[0].values), torch.ones(40))
+    perform([do.SendResult(peer, worker.consolidation.origin, 0) for peer in links] * 5)
+    assert [sums.pump() for _ in range(3)] == [True, True, False], "a turn sends four"
 
 
 def test_no_worker_but_the_one_that_asks_holds_more_than_its_window():

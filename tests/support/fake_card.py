@@ -40,12 +40,13 @@ class FakeCard:
         num_launches: operations that a card would do, copies included.
         num_waits: times that the host has waited: for a number, a copy, a stream or an event.
         num_events: those that streams have recorded, and waited for.
+        num_rooms: allocations.
     """
 
     def __init__(self) -> None:
         self.reads: list[str] = []
         self.finishes: list[str] = []
-        self.num_launches = self.num_waits = self.num_events = 0
+        self.num_launches = self.num_waits = self.num_events = self.num_rooms = 0
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self.turn = threading.RLock()
         # Kept, so that no place is used twice.
@@ -100,6 +101,7 @@ class _Cards(TorchDispatchMode):
             card.num_waits += 1
             is_number = func is aten._local_scalar_dense.default
             return torch.ones((), dtype=tensors[0].dtype if is_number else torch.bool).item()
+        card.num_rooms += func._schema.name in ALLOCATES
         is_idle = func.is_view or func.namespace != "aten" or func._schema.name in ALLOCATES
         card.num_launches += not is_idle
         is_late = func is aten.copy_.default and True in (*args[2:], kwargs.get("non_blocking"))

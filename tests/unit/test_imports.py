@@ -2,13 +2,12 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
 import torch
-from run_processes import VARIABLES, run_python
+from run_processes import VARIABLES, free_port, run_python
 
 from gossipdp.dynamics.update import compile_loops
 
@@ -71,8 +70,7 @@ def imported_by(words: list[str]) -> set[str]:
 def test_importing_wrapping_and_training_import_little(tmp_path):
     compile_loops(torch.float32, torch.float32)  # kept from now on, if they were not
     compile_loops(torch.float32, torch.bfloat16)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     workers = {"alone": {"GOSSIPDP_KERNELS": "numba"}} | {
         rank: {**store, "RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank} for rank in "01"
     }

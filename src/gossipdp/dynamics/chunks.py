@@ -130,7 +130,7 @@ class Chunk:
         taken: list[bool] = []
         try:
             taken.extend(map(self.lock.acquire, (wait,)))
-            if not taken[0]:
+            if True not in taken:
                 return False
             with self.order:
                 share, _ = self._flow(theta)

@@ -70,7 +70,7 @@ class InboxChunk(Chunk):
         locked: list[bool] = []
         try:
             locked.extend(map(self.lock.acquire, (False,)))  # see Chunk.boundary
-            if not locked[0]:
+            if True not in locked:
                 return False
             if self.has_pending and not self.is_taken:
                 swapped = {

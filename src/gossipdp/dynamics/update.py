@@ -83,8 +83,8 @@ def boundary_operations(
     c: Tensor | None,
     share: float,
     *,
-    has_pending: bool = True,
-    compiled: bool = False,
+    has_pending: bool,
+    compiled: bool,
 ) -> list[Callable[[], object]]:
     """Return the boundary, for :func:`at_once`: flow, then x += pending.
 
@@ -140,7 +140,7 @@ def snapshot(
     c: Tensor | None,
     share: float,
     *,
-    compiled: bool = False,
+    compiled: bool,
 ) -> bool | Tensor:
     """Do the same, and look for NaN and infinity.
 

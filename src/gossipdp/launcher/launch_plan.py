@@ -275,7 +275,7 @@ class LaunchPlan:
         Returns:
             The ranks that have not ended, and whose hosts have not answered for LOST_AFTER_S.
         """
-        if not self.under_torchrun or self.store is None:
+        if not self.under_torchrun:
             return []
         others = [rank for rank in range(self.world_size) if rank != self.first_rank]
         addresses = self.join_infos[0].addresses

@@ -63,7 +63,7 @@ def send_report(report: Report, variables: Mapping[str, str] = os.environ) -> bo
     if report.addresses is not None and len(report.addresses) > MAX_ADDRESSES:
         kept = dict(sorted(report.addresses.items())[:MAX_ADDRESSES])
         report = msgspec.structs.replace(report, addresses=kept)
-    with suppress(OSError):
+    with suppress(OSError, ValueError, OverflowError):  # no number of a file
         # If a program that the worker started calls this, the number may name another file.
         if str(os.fstat(int(descriptor)).st_ino) != inode:
             return False

@@ -170,7 +170,7 @@ def connect(environment: Environment, timeout_s: float) -> "Store":
                     *(environment.rank, address[0], failed.strerror, timeout_s),
                 )
             error = failed
-            time.sleep(min(0.1, left_s))
+            time.sleep(0.1)
     try:
         store = TCPStore(
             *address,

@@ -81,7 +81,7 @@ class Supervisor:
     If a worker fails before all of them train, the others are ended: they would wait for it in
     vain. After that the others go on. A worker that we end is no failure. While restarts are left,
     a worker that fails after all have begun to train is started again, and joins the others by the
-    addresses that they report; its k-th restart comes min(0.1·2^(k−1), 10) seconds after its death.
+    addresses that they report, 0.1·2^k s later, at most 10 s, after k lives without a step.
 
     When no worker is left to join, all are started again, as one restart, if all are of this host
     and go on from checkpoints by themselves. Otherwise the run is over.

@@ -70,7 +70,7 @@ class Opening:
             self._has_spoken = True
         stream = self.stream
         assert stream is not None
-        if isinstance(stream, TlsStream) and not stream.is_secured:
+        if isinstance(stream, TlsStream):
             stream.do_handshake()
         while True:
             self._output += handshake.take_output()

@@ -94,7 +94,6 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         self._secret = secret if tls is None else None
         self._tls = tls
         self.limit = None if max_bytes_per_s is None else SendLimit(max_bytes_per_s)
-        self._polling = False
         self.links: dict[int, TcpLink] = {}
         self.dial_fault = ""
         self._openings: dict[Opening, None] = {}  # the oldest first
@@ -128,30 +127,25 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
 
     def poll(self, timeout_s: float) -> None:
         assert not self._closed
-        assert not self._polling, "poll() called from a handler"
-        self._polling = True
-        try:
-            if self._write(acknowledge=True) | self._tell():
-                timeout_s = 0.0  # the caller may have waited for just that
-            if not self._closed:
-                self._collect_events(timeout_s)
-                if self._accept_due and self.clock() >= self._listener_rests_until_s:
-                    self._accept()
-                # If the other end was quick, the link and its first frame may be here already.
-                self._tell()
-            if not self._closed:
-                self._read()
-            if not self._closed:
-                now = self.clock()
-                for opening in list(self._openings):  # all have as much time: the oldest first
-                    if opening.deadline_s > now:
-                        break
-                    self._end(opening, f"no handshake within {HANDSHAKE_TIMEOUT_S:g} s")
-                # Acknowledgements that are owed may yet ride on the caller's next frames.
-                self._write(acknowledge=False)
-                self._tell()
-        finally:
-            self._polling = False
+        if self._write(acknowledge=True) | self._tell():
+            timeout_s = 0.0  # the caller may have waited for just that
+        if not self._closed:
+            self._collect_events(timeout_s)
+            if self._accept_due and self.clock() >= self._listener_rests_until_s:
+                self._accept()
+            # If the other end was quick, the link and its first frame may be here already.
+            self._tell()
+        if not self._closed:
+            self._read()
+        if not self._closed:
+            now = self.clock()
+            for opening in list(self._openings):  # all have as much time: the oldest first
+                if opening.deadline_s > now:
+                    break
+                self._end(opening, f"no handshake within {HANDSHAKE_TIMEOUT_S:g} s")
+            # Acknowledgements that are owed may yet ride on the caller's next frames.
+            self._write(acknowledge=False)
+            self._tell()
 
     def wake(self) -> None:
         # A forked child, in which the guard may be taken for ever, finds the transport closed.
@@ -178,9 +172,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         for link in list(self.links.values()):
             link.end("this worker closed its transport")
         self.memory.abandon()
-        for mine in (self.links, self._openings, self._by_descriptor, self.to_read):
-            mine.clear()
-        self.to_write.clear()
+        self.links.clear()
         self._notices.clear()
 
     def close_in_child(self) -> None:

@@ -166,13 +166,12 @@ class TlsStream(Stream):
 
     def __init__(self, connection: ssl.SSLSocket) -> None:
         self.connection = self._secured = connection
-        self.is_secured = False
         # Each direction has a key of its own. No read takes more than a record.
         self._num_sent = self._num_received = 0
         self._error: OSError | None = None
 
     def do_handshake(self) -> None:
-        """Go on with the TLS handshake; raise BlockingIOError if the peer is to speak first."""
+        """Go on with TLS's handshake until it is over; raise BlockingIOError to await the peer."""
         try:
             self._secured.do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -181,7 +180,6 @@ class TlsStream(Stream):
             if isinstance(error, ssl.SSLEOFError) or error.errno == errno.ENOTCONN:
                 raise ConnectionResetError(errno.ECONNRESET, "gone in the handshake") from None
             raise _readable(error) from None
-        self.is_secured = True
 
     def receive_into(self, rooms: Sequence[memoryview]) -> int:
         if self._error is not None:

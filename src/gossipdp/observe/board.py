@@ -88,7 +88,7 @@ class JobWorker(msgspec.Struct, frozen=True):
             state = f"slow {self.step_factor:.1f}x"
         elif state == "idle" and self.since_step_s is not None:
             state = f"idle {duration(self.since_step_s)}"
-        elif state == "silent" and self.silent_s is not None:
+        elif self.silent_s is not None:
             state = f"silent {duration(self.silent_s)}"
         step = shown_number(self.step_seconds, ".1f", 1e3, " ms")
         if (self.step_seconds or 0.0) >= 1:

@@ -77,10 +77,8 @@ class Termination:
 
     def _reset(self) -> None:
         self._cancel_timer()
-        if self._on_child_end is not None and _is_main_thread():
-            if signal.getsignal(signal.SIGCHLD) == self._child_ended:
-                signal.signal(signal.SIGCHLD, self._on_child_end)
-            self._on_child_end = None
+        if _is_main_thread() and signal.getsignal(signal.SIGCHLD) == self._child_ended:
+            signal.signal(signal.SIGCHLD, self._on_child_end)
         self._is_answered = self._is_late = self._is_interrupted = False
         self.asked_s = math.inf
         self._number: int = signal.SIGTERM

@@ -310,7 +310,7 @@ def refuse_poison(state: Any) -> None:
             continue
         parts = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
         parts = parts.float() if parts.element_size() == 1 else parts
-        if parts.is_floating_point() and not is_finite(parts):
+        if not is_finite(parts):
             raise ValueError(f"{place} holds NaN or infinity")
 
 

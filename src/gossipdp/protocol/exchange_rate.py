@@ -106,9 +106,9 @@ class ExchangeRate:
 
     def saw_idle(self, core: float, thread: float, ran: float = 1.0) -> None:
         """Note the shares of about the last second: c, i and l of the module's text."""
-        self._idle_core.append(min(1.0, max(0.0, core)))
-        self._idle_thread.append(min(1.0, max(0.0, thread)))
-        self._ran.append(min(1.0, max(0.0, ran)))
+        self._idle_core.append(max(0.0, core))
+        self._idle_thread.append(max(0.0, thread))
+        self._ran.append(ran)
 
     def stepped(self, step_s: float | None) -> bool:
         """Look at the duration of a gradient step; return whether another rate is in force now.

@@ -626,10 +626,9 @@ class WorkerProtocol:
         self._longest_gap_s = 0.0
         if self.exchange_rate is not None:
             self.exchange_rate.began(now)
-        is_exchanging = isinstance(self.pairing.state, Exchanging)  # else it was stopped at once
-        if self._affords_another_at(now) > now and is_exchanging:
+        if self._affords_another_at(now) > now:
             self._closed_for.add("spent")  # though its own demands go on: its clock runs
-            self.pairing.close()  # it is exchanging, so that sends nothing
+            self.pairing.close()  # that sends nothing: none is parked just after a begin
 
     def _affords_another_at(self, now: float) -> float:
         return now if self.exchange_rate is None else self.exchange_rate.opens_at(now)

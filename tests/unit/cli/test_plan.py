@@ -31,15 +31,6 @@ def test_where_it_does_not_help(capsys, graph, workers):
     assert "A2CiD2 helps here: no" in capsys.readouterr().out
 
 
-def test_json(tmp_path):
-    path = tmp_path / "plan.json"
-    assert plan(f"--graph ring --workers 16 --comm-rate 2 --json {path}") == 0
-    written = json.loads(path.read_text())
-    assert written.keys() == {*WRITTEN, "edges"}
-    assert (written["exchanges_per_unit_time"], written["edges"]) == (pytest.approx(16.0), 16)
-    assert written["chi2"] == pytest.approx(15 / 32)
-
-
 def test_where_writing_fails_the_figures_are_shown(capsys):
     assert plan("--workers 4 --json /dev/full") == 2
     printed = capsys.readouterr()
@@ -69,12 +60,15 @@ def test_the_rate_that_sets_itself(capsys, more, expected):
 
 def test_a_plan_at_the_rate_that_sets_itself(tmp_path):
     path = tmp_path / "plan.json"
-    assert plan(f"{LINKS} --link-mbps 2048 --latency-ms 0 --comm-rate auto --json {path}") == 0
+    words = f"--graph ring --link-mbps 2048 --latency-ms 0 --comm-rate auto --json {path}"
+    assert plan(f"{LINKS} {words}") == 0
     written = json.loads(path.read_text())
+    assert written.keys() == {*WRITTEN, "edges", "auto"}
     own = written["auto"]
     assert (own["comm_rate"], own["bound"]) == (pytest.approx(0.5), "link")
     assert own["exchange_seconds"] == pytest.approx(0.1)
-    assert written["exchanges_per_unit_time"] == pytest.approx(4 / 2 * 0.5)
+    assert (written["exchanges_per_unit_time"], written["edges"]) == (pytest.approx(4 / 2 * 0.5), 4)
+    assert written["chi2"] == pytest.approx(3 / 4 / 0.5)
 
 
 @pytest.mark.parametrize("words", ["--comm-rate auto", "--link-mbps 100", LINKS])

@@ -1,5 +1,10 @@
-from collections.abc import Mapping
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -7,6 +12,8 @@ from gossipdp.cli.main import main
 from gossipdp.cli.run import RunArguments, _common_variables, _join_line, _plan, run, stopped_line
 from gossipdp.launcher import launch_plan, local
 from gossipdp.launcher.launch_plan import LaunchPlan
+from gossipdp.launcher.processes import Ending
+from gossipdp.launcher.supervisor import Failure, Supervisor
 
 TOLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -34,11 +41,10 @@ def test_the_line_on_joining_names_all_that_a_joiner_needs():
 @pytest.mark.parametrize(
     ("steps", "num_workers", "has_ended", "line"),
     [
-        ([], 2, False, "stopped; nothing more was saved"),
         ([], 2, True, "stopped after the end of the run; nothing more was saved"),
         ([7, 7], 2, False, "stopped at step 7; start"),
         ([9, 7], 2, True, "stopped at steps 7 to 9; start"),
-        ([7], 3, False, "stopped at step 7, which 1 of 3 workers saved; start"),
+        ([7], 2, False, "stopped at step 7, which 1 of 2 workers saved; start"),
     ],
 )
 def test_the_line_on_a_stop_says_who_saved_which_steps(steps, num_workers, has_ended, line):
@@ -75,18 +81,10 @@ def test_the_cores_are_shared_with_the_launchers_other_workers(monkeypatch):
     assert found["GOSSIPDP_STATUS_PORT"] == "0"
 
 
-@pytest.mark.parametrize(
-    ("options", "is_told"),
-    [
-        ({}, False),
-        ({"join": "b:1"}, True),
-        ({"rendezvous": "b:1"}, True),
-        ({"workers": None}, True),
-    ],
-)
-def test_workers_that_others_reach_are_told_the_address_that_was_given(options, is_told):
+@pytest.mark.parametrize("options", [{}, {"join": "b:1"}, {"rendezvous": "b:1"}, {"workers": None}])
+def test_workers_that_others_reach_are_told_the_address_that_was_given(options):
     arguments = RunArguments(**({"workers": 2, "host": "a"} | options))
-    assert (_common_variables(arguments, 2).get("GOSSIPDP_HOST") == "a") is is_told
+    assert (_common_variables(arguments, 2).get("GOSSIPDP_HOST") == "a") is bool(options)
 
 
 def test_a_worker_inherits_nothing_of_another_launcher(script, monkeypatch):
@@ -95,19 +93,76 @@ def test_a_worker_inherits_nothing_of_another_launcher(script, monkeypatch):
     monkeypatch.delenv("GOSSIPDP_SECRET")
     monkeypatch.setenv("MY_OWN", "7")
 
-    class StartedError(Exception):
-        pass
-
     def start(command: list[str], variables: Mapping[str, str]) -> None:
         sevens = {name for name, value in variables.items() if value == "7"}
         assert sevens == {"MY_OWN"}
         assert variables["RANK"] == "0"
-        raise StartedError
+        raise NotImplementedError  # the test goes no further
 
     make, kept = local.Spares, list[int]()
     monkeypatch.setattr(local, "Spares", lambda *of: kept.append(of[2]) or make(*of))
     monkeypatch.setattr(local, "ScriptWorker", start)
     options = {"workers": 4, "nproc_per_replica": 2, "max_restarts": 3, "spares": 2}
-    with pytest.raises(StartedError):
+    with pytest.raises(NotImplementedError):
         run(RunArguments(**options, script=(script,)))
     assert kept == [4], "one for each process of two replicas"
+
+
+DIED = "worker 1 died; that was --faults, and "
+COUNTED = "faults: 0 done, 0 missed; not all workers here had made a gradient step"
+LOST = "no worker is left, and no checkpoint was saved: all that they trained is lost"
+STOPPED, AT_THE_END = "stopped; nothing more was saved", "at the end: worker 1 died"
+STAYS = "staying until the other workers have ended: torchrun would end them with this"
+JOINS = "to add a worker: gossipdp run --join 10.0.0.1:4 SCRIPT"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (None, {}, 1, [AT_THE_END, LOST, STAYS]),
+        (signal.SIGTERM, {}, 143, [STOPPED, AT_THE_END]),
+        (signal.SIGINT, {0: "no room"}, 1, [STOPPED, AT_THE_END, "worker 0: no room", STAYS]),
+        (None, {}, None, []),  # an error before the run has begun
+    ],
+)
+def test_all_that_fails_is_told_and_a_full_disk_under_it_changes_nothing(
+    case, script, tmp_path, monkeypatch
+):
+    ended_by, unsaved, code, said = case
+
+    def end(supervisor: Supervisor, look: Callable[[], None]) -> int | None:
+        supervisor.begun, supervisor.unsaved = code is not None, unsaved
+        supervisor.failures.append(Failure(1, (Ending("died"),), 7, is_injected=True))
+        supervisor._on_failure(supervisor.failures[0])
+        plan = supervisor._plan
+        plan.join_infos[0].addresses |= {1: ("10.0.0.1", 5), 0: ("10.0.0.1", 4)}
+        for number in (0, 0, 1):  # said once, and again when all have met again
+            plan.num_meetings = number
+            look()
+        supervisor.close()
+        if code is None:
+            raise NotImplementedError
+        return ended_by
+
+    disk, out = (Mock(flush=Mock(side_effect=OSError)) for _ in range(2))
+    left, noted = Mock(), list[object]()
+    monkeypatch.setattr(Supervisor, "run", end)
+    monkeypatch.setattr(LaunchPlan, "under_torchrun", True)
+    monkeypatch.setattr(LaunchPlan, "leave", lambda plan, wait: [3, 4])
+    monkeypatch.setattr(local.Spares, "close", lambda spares: noted.append("no spare is left"))
+    monkeypatch.setattr("gossipdp.observe.log.write_process_end", lambda *of: noted.append(of))
+    monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch"))
+    monkeypatch.setattr(os, "_exit", left)
+    monkeypatch.setattr(sys, "stderr", disk)
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv("GOSSIPDP_LOG_DIR", str(tmp_path))
+    monkeypatch.setenv("GOSSIPDP_SECRET", 16 * "s")
+    arguments = RunArguments(workers=2, faults="stop 1s", script=(script,))
+    with nullcontext() if code else pytest.raises(NotImplementedError):
+        assert run(arguments) == code
+    assert (out.flush.call_count, left.mock_calls) == ((1, [call(code)]) if code else (0, []))
+    then = "no other worker runs here" if code else "the run had not begun, so all are ended"
+    lost = "not waiting for the end of workers 3, 4: nothing is heard of them"
+    lines = [f"gossipdp: {line}\n" for line in (DIED + then, JOINS, JOINS, COUNTED, *said, lost)]
+    assert [each.args[0] for each in disk.write.call_args_list[1:]] == lines
+    assert noted == [(tmp_path / "worker-1.jsonl", 7, "died"), *4 * ["no spare is left"]]

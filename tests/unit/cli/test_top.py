@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from gossipdp.cli.top import Top, TopArguments, draw
+from gossipdp.cli.top import Top, TopArguments, draw, progress_facts
 from gossipdp.observe.board import JobStatus, JobWorker, StatusBoard
 from gossipdp.observe.events import Event
 from gossipdp.observe.status import MemberStatus, WorkerStatus
@@ -47,7 +47,7 @@ class World:
     def top(self, *, is_terminal: bool = False, **options: Any) -> int:
         console = Console(file=self.output, force_terminal=is_terminal, width=130, height=30)
         arguments = dataclasses.replace(TopArguments(ADDRESS), **options)
-        times = {"clock": lambda: self.now_s, "sleep": self.sleep}
+        times = {"clock": lambda: 1e3 + self.now_s, "sleep": self.sleep}
         return Top(arguments, StatusBoard([ADDRESS]), self.ask, console=console, **times).run()
 
 
@@ -181,6 +181,7 @@ def test_facts_of_the_run_are_left_out_rather_than_cut(width, num_facts):
     (line,) = (line for line in drawn(run, width, None) if " of 1,200,000 samples" in line)
     assert len(line.split(" · ")) == num_facts
     assert line.rstrip().endswith(" left")
+    assert progress_facts(run, 9.0).count(" · ") == 2, "these are never left out"
 
 
 def test_of_too_many_workers_those_that_are_ill_are_shown():
@@ -191,8 +192,7 @@ def test_of_too_many_workers_those_that_are_ill_are_shown():
     assert {17, 50} < set(shown)
     assert shown == sorted(shown)
     assert f"and {60 - len(shown)} more: {60 - len(shown)} training" in lines
-    everything = drawn(many, 120, None)
-    assert sum("1.23 s" in line for line in everything) == 60
+    assert sum("1.23 s" in line for line in drawn(many, 120, None)) == 60
 
 
 def test_stopped_is_not_dead_and_woken_is_not_restarted():

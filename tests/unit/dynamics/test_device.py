@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from random import Random
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -212,9 +213,8 @@ def test_two_threads_lose_nothing(monkeypatch, *, place, kernels, dtype, num_chu
     """Boundary, step and reading race snapshot and exchange, on the kernels that training uses.
 
     All numbers are multiples of 2**-8 and small, so every sum is exact: in the end x + pending is
-    where it began, plus all steps, less half of all differences; and c is less all of them. If a
-    thread wrote a chunk without its lock, some would be lost. (A step of bfloat16 parameters
-    rounds, so those take none.)
+    where it began, plus all steps, less half of all differences; and c is less all of them. (A step
+    of bfloat16 parameters rounds, so those take none.)
     """
     num_values = 300_000 if place == "host" else 5000
     x = torch.zeros(num_values, dtype=dtype, device="cuda" if place == "cuda" else "cpu")
@@ -294,9 +294,7 @@ def exchanged(x: Tensor, device: Device | None) -> list[Tensor]:
                 chunk.snapshot(0.1 * number, mine)
                 chunk.exchange(0.1 * number, mine, theirs, ALPHA_TILDE)
             state.boundary(0.1 * number + 0.05)
-        held = [segment.x, segment.c]
-        if x.dtype is torch.bfloat16:
-            held.append(segment.copy()[0])
+        held = [segment.x, segment.c, segment.copy()[0]]
         return [out, *(each.to("cpu", copy=True) for each in held)]
 
 
@@ -443,10 +441,7 @@ def optimizer_on(device: ClockedDevice) -> tuple[BetweenSteps, Callable[[], None
 
 
 def test_an_optimizers_state_is_read_when_the_device_has_done_its_step():
-    """The main thread waits for the device at the end of a step that a joiner asks for, else not.
-
-    The step writes without a lock; who copies comes after it, and the next step after the copy.
-    """
+    """The main thread waits for the device at the end of a step if a joiner asks, and else not."""
     device = ClockedDevice()
     between, step, momentum = optimizer_on(device)
     room = torch.empty(400, dtype=torch.uint8)
@@ -518,19 +513,19 @@ def test_a_slot_is_used_again_only_when_the_device_is_done_with_it(is_pinned):
 
 
 class Driver:
-    """The part of the driver that locks pages, unless its ``status`` is an error."""
+    """The part of the driver that locks pages of a device, unless its ``status`` is an error."""
 
     def __init__(self) -> None:
-        self.status, self.locked = 0, dict[int, tuple[int, int]]()
+        self.status, self.index, self.locked = 0, -1, dict[tuple[int, int], tuple[int, int]]()
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
         if self.status == 0:
-            self.locked[address] = num_bytes, flags
+            self.locked[address, self.index] = num_bytes, flags
         return self.status
 
     def cudaHostUnregister(self, address: int) -> int:
         if self.status == 0:
-            del self.locked[address]
+            del self.locked[address, self.index]
         return self.status
 
 
@@ -538,23 +533,32 @@ class Driver:
 def driver(monkeypatch) -> Driver:
     made = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
-    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
+    monkeypatch.setattr(
+        torch.accelerator, "device_index", lambda index: patch.object(made, "index", index)
+    )
     return made
 
 
+@pytest.mark.usefixtures("card")
 @pytest.mark.parametrize("refuses", [False, True])
 @pytest.mark.parametrize(("is_peers", "flags"), [(False, 1), (True, 9)])
 def test_pages_are_locked_as_long_as_somebody_holds_them(
     monkeypatch, driver, refuses, is_peers, flags
 ):
+    """Unless the driver refuses, all that lies within is pinned meanwhile."""
     driver.status = 7 if refuses else 0
-    values = torch.zeros(64, dtype=torch.uint8)
-    expected = {} if refuses else {values.data_ptr(): (64, flags)}
-    pinned = _Pinned(memoryview(values.numpy()), 0, is_peers=is_peers)
-    assert (pinned.status, driver.locked) == (driver.status, expected)
-    del pinned
+    device, values = device_of({torch.device("cuda:0")}), torch.zeros(64)
+    device.load(0, values)
+    memory = memoryview(values[8:24].numpy()).cast("B")
+    expected = {} if refuses else {(values[8:24].data_ptr(), 0): (64, flags)}
+    held = device.pin(memory, is_peers=is_peers)
+    assert (held is None, driver.locked) == (refuses, expected)
+    assert bool(device._slots) == is_peers, "another memory of this worker's has other slots"
+    parts = values[8:24], values[8:9], values[23:24], values[7:9], values[23:25], values[0:4]
+    assert list(map(device.is_pinned, parts)) == [not refuses] * 3 + [False] * 3
+    del held
     assert not driver.locked
-    forked = _Pinned(memoryview(values.numpy()), 0, is_peers=is_peers)
+    forked = _Pinned(memory, 0, is_peers=is_peers)
     monkeypatch.setattr(os, "getpid", lambda: -1)
     del forked
     assert driver.locked == expected, "a forked child unlocks nothing"
@@ -562,20 +566,12 @@ def test_pages_are_locked_as_long_as_somebody_holds_them(
 
 def test_memory_that_cannot_be_unlocked_is_kept(monkeypatch, driver):
     """The driver would take other memory at its place for it."""
-    kept: list[memoryview] = []
-    monkeypatch.setattr("gossipdp.dynamics.device._never_unlocked", kept)
+    monkeypatch.setattr(devices, "_never_unlocked", [])
     memory = memoryview(bytearray(64))
     pinned = _Pinned(memory, 0, is_peers=False)
     driver.status = 1
     del pinned
-    assert kept == [memory]
-
-
-def test_what_lies_within_pinned_memory_is_pinned(driver):
-    values = torch.zeros(64)
-    pinned = _Pinned(memoryview(values[8:24].numpy()).cast("B"), 0, is_peers=False)
-    parts = values[8:24], values[8:9], values[23:24], values[7:9], values[23:25], values[0:4]
-    assert list(map(pinned.holds, parts)) == [True, True, True, False, False, False]
+    assert devices._never_unlocked == [memory]
 
 
 def test_an_interrupt_just_after_pages_were_locked_unlocks_them(driver):
@@ -673,8 +669,7 @@ def test_large_memory_is_zeros_on_page_ends_of_its_own(monkeypatch):
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         length = devices.LEAST_HUGE_BYTES // dtype.itemsize + 3
         values, others = (devices.zeros(length, dtype, cpu) for _ in range(2))
-        assert values.shape == (length,)
-        assert values.dtype is dtype
+        assert (values.shape, values.dtype) == ((length,), dtype)
         assert values.data_ptr() % devices.HUGE_PAGE_BYTES == 0
         assert not values.any()
         values[:5].fill_(1.0)

@@ -64,12 +64,10 @@ class Worker:
         self.segment = Segment(x.clone(), Role.TRAINED, chunk_bytes=chunk_bytes)
         state, self.phase = State([self.segment]), Phase(0.4, 1.0)
         constants = Constants.of(build_graph("ring", 3))
-        protocol = protocol_of(
-            0, process_id=5, constants=constants, num_chunks=len(self.segment.chunks)
-        )
-        protocol.membership.merge_all(
-            Member(rank, 0, 7, Status.ALIVE, *self.address(rank)) for rank in (1, 2)
-        )
+        num_chunks = len(self.segment.chunks)
+        protocol = protocol_of(0, process_id=5, constants=constants, num_chunks=num_chunks)
+        others = (Member(rank, 0, 7, Status.ALIVE, *self.address(rank)) for rank in (1, 2))
+        protocol.membership.merge_all(others)
         self.loop = GossipLoop(
             protocol, state, self.phase, NoNetwork, lambda: self.now, wire_format="full"
         )
@@ -125,8 +123,7 @@ def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on(m
     worker.loop.protocol.exchange_rate = rate = ExchangeRate()
     rate.took_processor = lambda *spent: taken.append(spent)
     worker.loop.codec.busy_s = 7.0  # on earlier exchanges
-    link, flowed_to = worker.links[1], 0.0
-    gain, peers = 0.55, X.flip(0).contiguous()
+    link, flowed_to, gain, peers = worker.links[1], 0.0, 0.55, X.flip(0).contiguous()
     assert gain != worker.loop.protocol.neighbourhood.place.alpha_tilde
     state = MomentumState(X.double(), torch.zeros(8).double())
     for number in (1, 2, 3):
@@ -149,13 +146,11 @@ def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on(m
         worker.loop.turn(0.0)
         done = worker.loop.snapshot.recent_exchanges[-1]
         assert done.half_squared_distance == pytest.approx(0.5 * float(delta.square().sum()))
-    assert taken == [(0.25, 0.0)] * 3
-    assert agreed == [(4, 8)] * 3
+    assert (taken, agreed) == ([(0.25, 0.0)] * 3, [(4, 8)] * 3)
     counters = worker.loop.snapshot.counters
     assert (counters.chunks_exchanged, counters.chunks_repeated) == (3, 6)
     assert (counters.exchange_seconds, counters.exchanges_by_neighbour) == (0.75, {1: 3})
-    assert theta > 0.0
-    assert worker.phase.at(worker.now + 1.0) > theta
+    assert worker.phase.at(worker.now + 1.0) > theta > 0.0
 
 
 def test_a_worker_that_finds_poison_in_itself_exchanges_no_more():
@@ -196,8 +191,7 @@ def test_a_snapshot_is_made_at_most_every_50_ms_and_none_is_missed(monkeypatch):
 
 
 def test_no_link_that_has_ended_is_kept():
-    worker = Worker()
-    ended = []
+    worker, ended = Worker(), []
     for counter in range(5):
         link = FakeLink(1, leaves_at_once=False)
         worker.loop.link_up(link)
@@ -234,6 +228,19 @@ def test_what_an_old_address_refuses_is_not_laid_to_the_new_one():
     assert worker.loop.protocol.membership.get(1).status is Status.DEAD
 
 
+def test_the_launcher_hears_where_the_live_are_five_times_a_second_at_most():
+    worker, reports = Worker(), list[object]()
+    worker.loop.report = lambda report: reports.append(report.addresses)
+    live = {0: ("10.0.0.1", 4000), 1: worker.address(1), 2: worker.address(2)}
+    news = Member(1, 0, 7, Status.DEAD, *worker.address(1)), Member(2, 1, 8)  # one has no port
+    for tenths, num_reports in ((0, 1), (1, 1), (2, 2), (5, 2)):
+        worker.loop._report_addresses(tenths / 10)
+        assert len(reports) == num_reports
+        joiner = Member(3 + tenths, 0, 7, Status.JOINING, "10.0.0.1", 9)
+        worker.loop.protocol.membership.merge_all([*news, joiner])
+    assert reports == [live, {0: live[0]}]
+
+
 def test_what_nobody_says_ends_its_link_and_is_logged_once(caplog):
     worker = Worker()
     too_small = say.encode(say.Envelope(say.Propose(say.ExchangeId(1, 0, 1), 0.49999999999999994)))
@@ -245,8 +252,7 @@ def test_what_nobody_says_ends_its_link_and_is_logged_once(caplog):
         worker.loop.link_down(link, link.closed_for)
     (warning,) = caplog.messages
     assert warning.startswith("worker 0 closes its link to worker 1")
-    addresses = {1: worker.address(1)}
-    assert worker.loop._dialer.next_due_s(addresses) == BETWEEN_LINKS_S, "not without a pause"
+    assert worker.loop._dialer.next_due_s({1: worker.address(1)}) == BETWEEN_LINKS_S, "it pauses"
 
 
 @pytest.mark.parametrize("moves", ["nothing", "bytes of a chunk"])
@@ -266,19 +272,16 @@ def test_an_exchange_ends_with_its_link_where_its_peer_only_beats(moves):
 @pytest.mark.parametrize("moves", ["nothing", "bytes of a chunk"])
 def test_who_is_done_and_only_beats_is_left_out_of_the_average(moves):
     """On a slow link bytes of a chunk count; words do not, nor does a chunk that stands still."""
-    worker = Worker()
+    worker, ends = Worker(), []
     protocol = worker.loop.protocol
-    protocol.membership.merge_all(
-        Member(rank, 0, 7, Status.DONE, *worker.address(rank)) for rank in (1, 2)
-    )
-    ends = []
+    others = (Member(rank, 0, 7, Status.DONE, *worker.address(rank)) for rank in (1, 2))
+    protocol.membership.merge_all(others)
     worker.loop.sums.on_end = ends.append
     worker.loop.perform(protocol.done(worker.now))
     epoch = protocol.consolidation.highest
     key = ChunkKey(epoch.leader, epoch.process_tag, epoch.number, 0)
     for link in worker.links.values():
-        kind = FrameType.PARTIAL_CHUNK
-        assert worker.loop.chunk_buffer(link, kind, key, X.nbytes) is not None
+        assert worker.loop.chunk_buffer(link, FrameType.PARTIAL_CHUNK, key, X.nbytes) is not None
     moving = [] if moves == "nothing" else worker.links.values()
     worker.beat(100, moving, FrameType.PARTIAL_CHUNK)
     assert [set(end.without) for end in ends] == ([{1, 2}] if moves == "nothing" else [])
@@ -287,8 +290,7 @@ def test_who_is_done_and_only_beats_is_left_out_of_the_average(moves):
 def test_for_a_peer_that_is_dialled_for_ever_the_last_messages_wait():
     """A firewall drops its packets, so that no dial is refused, and words are said again."""
     worker = Worker()
-    asks = [say.Envelope(say.AskLife(2, counter)) for counter in range(100)]
-    worker.loop.perform([Send(7, ask) for ask in asks])
+    worker.loop.perform(Send(7, say.Envelope(say.AskLife(2, n))) for n in range(100))
     assert len(worker.loop._outbox[7]) == MAX_WAITING
     worker.loop.link_up(late := FakeLink(7))
     asked = [each.counter for each in late.said if isinstance(each, say.AskLife)]
@@ -405,10 +407,8 @@ def test_a_loss_is_not_forgotten_whatever_happens_to_others():
     for number in range(2000):
         publisher.noticed(Notice(1, ("lost", "answered")[number % 2], 2.0, 2 + number))
     notices = publisher.snapshot(3.0).counters.noticed
-    assert len(notices) == 1000
     assert (notices[0].rank, notices[0].kind) == (0, "lost")
-    numbers = [notice.number for notice in notices[1:]]
-    assert numbers == list(range(1003, 2002))
+    assert [notice.number for notice in notices[1:]] == list(range(1003, 2002))
 
 
 @pytest.mark.parametrize(

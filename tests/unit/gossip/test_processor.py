@@ -37,7 +37,7 @@ def test_without_these_statistics_the_threads_own_clock_counts(tmp_path, monkeyp
     times_s = iter([3.0, 3.5, 3.75])
     monkeypatch.setattr(processor.time, "clock_gettime", lambda clock: next(times_s))
     (tmp_path / "schedstat").write_text("0 0 0\n")
-    made.look(0.0)
+    assert (made.look(0.0), made._ticks()) == (None, (0, 0))
     assert made.look(1.0) == Idle(core=0.5, thread=0.5)
     (tmp_path / "schedstat").unlink()
     assert made.look(2.0) == Idle(core=0.75, thread=0.75)

@@ -176,10 +176,7 @@ def test_poison_of_its_own_or_of_a_sum_is_not_given(rank, x, action):
 
 
 def test_an_old_result_is_not_sent_in_place_of_a_new_one():
-    """It waits behind a full link while a new sum begins; its own integers are no result.
-
-    A peer that asks for it without end makes no more than a few wait.
-    """
+    """It waits behind a full link while a new sum begins, and only so many chunks wait."""
     worker = Member(1, torch.ones(2))
     queue = worker.links[2].queue
     queue.extend(range(MAX_QUEUED_CHUNKS))

@@ -41,9 +41,8 @@ def loop_of(**changes: Any) -> Any:
 )
 def test_steps_since_a_tick_came_due_are_counted(wake_at_step, behind):
     woken: list[int] = []
-    loop = loop_of(transport=SimpleNamespace(wake=lambda: woken.append(1)))
-    thread = GossipThread(loop)  # never started, so no step is ever looked at
-    thread._wake_at_step = wake_at_step
+    thread = GossipThread(loop_of(transport=SimpleNamespace(wake=lambda: woken.append(1))))
+    thread._wake_at_step = wake_at_step  # it is never started, so no step is ever looked at
     for _ in range(5):
         thread.step(samples=1)
     assert thread.steps_behind == behind
@@ -61,8 +60,7 @@ def threads_of_blas() -> list[int]:
 def test_graphs_are_worked_out_in_a_thread_of_their_own_and_the_newest_counts():
     """Its caller is never held up, and numpy's library takes one core, not all of them."""
     background, go_on = Background[int](one_blas_thread), threading.Event()
-    ran_in: list[str] = []
-    blas: list[int] = []
+    ran_in, blas, woken = list[str](), list[int](), threading.Event()
 
     def first() -> int:
         ran_in.append(threading.current_thread().name)
@@ -75,10 +73,10 @@ def test_graphs_are_worked_out_in_a_thread_of_their_own_and_the_newest_counts():
     assert background("second", lambda: 2) is None, "the first still runs"
     go_on.set()
     assert until_there(background, "second", lambda: 2) == 2
-    background.wake = lambda: time.sleep(0.1)
+    background.wake = lambda: time.sleep(0.1) or woken.set()
     assert until_there(background, "first", lambda: 3) == 3
     background.close()
-    assert not background._thread.is_alive()
+    assert woken.is_set(), "it ends once it has woken the gossip thread"
     assert ran_in == ["gossipdp-background"]
     assert set(blas) == {1}
     with pytest.raises(OSError, match="no such device"):  # where it was asked for
@@ -197,15 +195,15 @@ def test_the_thread_takes_one_core_first_and_turns_its_loop_within_its_context(m
     monkeypatch.setattr(torch, "set_num_threads", set_num_threads)
     within = ExitStack()
     within.callback(said.append, "leaves")
-    closes = partial(said.append, "closes")
-    thread = GossipThread(loop_of(its_thread=lambda: within, close=closes))
+    thread = GossipThread(loop_of(its_thread=lambda: within, close=partial(said.append, "closes")))
+    thread._loop.transport.wake = partial(said.append, "wakes")
     thread._ready = Ready()
     thread.start()
     thread._thread.join()
     assert numbers == [(True, 1), (False, 7)]
     thread._thread = SimpleNamespace(is_alive=lambda: True, join=said.append)
     thread.close()  # which waits, but not for ever
-    assert said == ["leaves", "closes", 5.0]
+    assert said == ["leaves", "closes", "wakes", 5.0]
 
 
 def test_a_call_that_the_end_of_the_thread_overtakes_is_answered(monkeypatch):
@@ -224,11 +222,13 @@ def test_a_call_that_the_end_of_the_thread_overtakes_is_answered(monkeypatch):
 
 def test_whatever_a_call_raises_reaches_its_caller():
     """One that is no Exception ends the thread as well; its caller once waited for ever."""
-    thread, ran = GossipThread(loop_of()), list[int]()
+    thread, ran, woken = GossipThread(loop_of()), list[int](), list[int]()
+    thread._loop.transport.wake = lambda: woken.append(len(thread._calls))
     thread._thread = threading.current_thread()  # which is alive
     for number in range(3):
         thread.call(partial(ran.append, number))
     future = thread.call(sys.exit)
+    assert woken == [1, 2, 3, 4], "each is in the queue by then"
     with pytest.raises(SystemExit):
         thread._empty_queues()
     assert ran == [0, 1, 2], "the calls before it, in their order"

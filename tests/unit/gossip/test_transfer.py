@@ -211,7 +211,6 @@ def test_no_chunk_is_copied_while_the_optimizer_steps(ends):
     giver.is_stepping = True
     deliver(giver, taker)
     assert num_sent() == before > 0
-    assert taker.ended == []
     giver.is_stepping = False
     deliver(giver, taker)
     assert taker.ended == [None]
@@ -229,8 +228,6 @@ def test_what_is_given_takes_two_chunks_of_memory(ends, monkeypatch):
             if len(item) == 3:
                 places.add(torch.frombuffer(item[2], dtype=torch.uint8).data_ptr())
     assert len(places) == 2
-    (room,) = taker.rooms
-    assert torch.equal(room, torch.ones_like(room))
     assert has_taken(giver, taker)
 
 
@@ -265,6 +262,10 @@ def test_a_chunk_lands_in_its_turn_and_in_its_own_state_alone(ends):
     taker.fetch(0)
     deliver(giver, taker, at_most=1)
     giver.transfers.pump()
+    taker.transfers.link_up(QueueLink(5))
+    taker.transfers.link_down(QueueLink(5))
+    taker.transfers.gone(5, PeerLostError("it gives nothing here"))
+    assert taker.dialled == taker.ended == [], "that link and that peer are others"
     link, landing = taker.links[0], taker.transfers.landing
     frame_type, key, payload = giver.links[1].queue[0]
     assert frame_type is FrameType.STATE_CHUNK
@@ -314,7 +315,6 @@ def test_who_has_nothing_to_give_says_so(ends, caplog):
     (said,) = [each.getMessage() for each in caplog.records if "described" in each.getMessage()]
     assert said.startswith("worker 1 cannot start from this worker's optimizer state")
     assert given(giver, taker) is None, "its parameters"
-    assert has_taken(giver, taker)
 
 
 @pytest.mark.parametrize("at", [1, 2, 5])

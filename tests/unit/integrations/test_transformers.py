@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from gossipdp import GossipDataParallel, ProgressLR
+from gossipdp import GossipDataParallel, Monitor, ProgressLR
 
 
 def gossip_callback(**options):
@@ -66,13 +66,18 @@ def test_one_worker_is_the_trainer_alone(tmp_path, arguments):
 
 
 def test_samples_are_counted_and_end_the_training(tmp_path):
-    gossip = gossip_callback(budget_samples=96)
+    gossip = gossip_callback(budget_samples=96, monitor=Monitor(log_dir=tmp_path / "log"))
     assert gossip.progress() == 0.0
-    train(tmp_path, gossip, max_steps=1000, gradient_accumulation_steps=2)
+    often = {"gradient_accumulation_steps": 2, "logging_steps": 3}
+    trained = trainer(tmp_path, gossip, max_steps=1000, **often)
+    trained.train()
     # Batches of 8, an epoch of 5: steps of 16, 16 and 8 samples.
     stats = gossip.model.stats()
     assert (stats.gradient_steps, stats.samples) == (7, 96)
     assert gossip.progress() == 1.0
+    losses = [each["loss"] for each in trained.state.log_history if "loss" in each]
+    assert len(losses) == 2
+    assert list(gossip.model._worker.monitoring._losses) == losses
 
 
 def test_copies_of_the_model_and_evaluations_are_not_counted(tmp_path):

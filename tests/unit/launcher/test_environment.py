@@ -1,5 +1,6 @@
 import ipaddress
 import os
+import socket
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -47,6 +48,14 @@ def test_all_addresses_are_bound_only_where_the_user_says_so(store_host):
 def test_a_host_that_does_not_resolve_is_named():
     with pytest.raises(RendezvousError, match="cannot reach GOSSIPDP_HOST 'no such host'"):
         Environment.read(TORCHRUN | {"GOSSIPDP_HOST": "no such host"}).choose_host()
+    assert not environments.is_loopback("no such host")
+
+
+@pytest.mark.parametrize(("third", "is_here"), [("127.0.0.2", True), ("10.0.0.1", False)])
+def test_a_name_is_of_this_machine_alone_if_all_its_addresses_are(third, is_here, monkeypatch):
+    found = [(0, 0, 0, "", (each, 0)) for each in ("127.0.0.1", "::1", third)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+    assert environments.is_loopback("a name") == is_here
 
 
 def test_another_system_than_linux_is_refused_at_once():
@@ -121,8 +130,6 @@ def test_keys_are_of_one_start_and_the_secret_is_not_shown():
 @pytest.mark.parametrize(
     ("hosts", "first"),
     [
-        ("vm", "vm"),
-        ("a,b", "a"),
         ("gpu-a[1-3].cluster,b", "gpu-a1.cluster"),
         ("rack[0-1]node[4,6]", "rack0node4"),
     ],

@@ -10,6 +10,7 @@ from unittest import mock
 
 import msgspec
 import pytest
+from clocks import Clock
 from run_processes import free_port, listens
 from torch.distributed import HashStore
 from waiting import LONGEST_S, wait_until
@@ -17,7 +18,7 @@ from waiting import LONGEST_S, wait_until
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher import rendezvous
 from gossipdp.launcher.environment import Environment
-from gossipdp.launcher.rendezvous import MAX_VALUE_BYTES, Rendezvous, RendezvousResult, Settings
+from gossipdp.launcher.rendezvous import Rendezvous, RendezvousResult, Settings
 from gossipdp.launcher.store import connect
 
 SETTINGS = Settings(
@@ -30,7 +31,7 @@ SETTINGS = Settings(
 OTHER_SHAPE = (SETTINGS.tensors[0], ("output.bias", (5,)))
 SECRET, MINE = b"a secret of this test", {"run_id": "mine", "unique_run_id": True}
 TLS = Path("tls")
-KEYS = "gossipdp/default/0/0/"
+KEYS, HERE = "gossipdp/default/0/0/", ("127.0.0.1", 1)
 
 
 def environment(rank: int, num_workers: int = 3, **values: object) -> Environment:
@@ -55,27 +56,17 @@ def meet(
         return list(pool.map(one, environments))
 
 
-class Alone:
-    """A worker's part in a meeting, whose clock only sleeping moves: it waits in no time."""
-
-    def __init__(self, own: Environment, store: Any) -> None:
-        self.now_s = 0.0
-        self.part = Rendezvous(
-            own, store, timeout_s=60, clock=lambda: self.now_s, sleep=self._sleep
-        )
-
-    def _sleep(self, seconds: float) -> None:
-        self.now_s += seconds
-
-    def meet(self, settings: Settings = SETTINGS, secret: bytes | None = None) -> RendezvousResult:
-        return self.part.meet(("127.0.0.1", 1), settings, secret)
+def alone(own: Environment, store: Any) -> Rendezvous:
+    """Return a part in a meeting, whose clock only sleeping moves: it waits in no time."""
+    clock = Clock(100.0, longest_s=1000.0)
+    return Rendezvous(own, store, timeout_s=60, clock=clock, sleep=clock.sleep)
 
 
 def failure(
     own: Environment, store: Any, settings: Settings = SETTINGS, kind: Any = RendezvousError
 ) -> str:
     with pytest.raises(kind) as raised:
-        Alone(own, store).meet(settings)
+        alone(own, store).meet(HERE, settings)
     return str(raised.value)
 
 
@@ -182,7 +173,7 @@ def test_who_never_arrives_is_named(caplog):
     store.set(f"{KEYS}arrivals/2", "1")
     missing = "workers 1, 3 did not arrive within 60 s; present: 0, 2; check"
     assert missing in failure(environment(0, 4), store)
-    assert "waiting for workers 1, 3 to arrive, at most 60 s" in caplog.messages
+    assert caplog.messages.count("waiting for workers 1, 3 to arrive, at most 60 s") == 1
     missing = "worker 0 did not arrive within 60 s; present: 1;"
     assert missing in failure(environment(1, 2), HashStore())
     store.set(f"{KEYS}arrivals/1", "1")
@@ -191,7 +182,7 @@ def test_who_never_arrives_is_named(caplog):
 
 def test_two_workers_of_one_rank_are_refused():
     store = HashStore()
-    Alone(environment(0, 1), store).meet()
+    alone(environment(0, 1), store).meet(HERE, SETTINGS)
     reason = failure(environment(0, 1), store, kind=RefusedError)
     assert re.search("another worker already has RANK 0.*__main__.*; if an earlier process", reason)
 
@@ -203,7 +194,7 @@ def test_a_worker_that_is_started_again_cannot_join_the_second_model_of_its_scri
     parts = [Rendezvous(own, store, timeout_s=60, number=number) for number in range(2)]
     assert [part.joins for part in parts] == [True, False]
     with pytest.raises(RefusedError, match=r"worker 0 was started again, .* model number 2"):
-        parts[1].meet(("127.0.0.1", 1), SETTINGS)
+        parts[1].meet(HERE, SETTINGS)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -216,20 +207,35 @@ def test_a_store_with_an_unknown_name_is_named_at_once(rank, monkeypatch, caplog
     assert unknown.call_count <= 3, "it tries again after a pause"
 
 
-def test_a_store_that_nobody_hosts_is_named_in_time():
-    own = replace(environment(1), store_host="127.0.0.1", store_port=1)
-    said = r"worker 1 could not reach the store at 127.0.0.1:1 within 0.2 s \(Connection refused\);"
-    with pytest.raises(RendezvousError, match=rf"{said} worker 0 hosts it: check"):
-        Rendezvous.open(own, 0.2)
+def test_a_store_that_nobody_hosts_is_named_in_time(monkeypatch):
+    """Also one that goes while torch is imported."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    host, port = listener.getsockname()
+
+    class Slow:
+        @property
+        def TCPStore(self) -> type:
+            listener.close()
+            return HashStore
+
+    monkeypatch.setitem(sys.modules, "torch.distributed", Slow())
+    said = rf"could not reach the store at {host}:{port} within 0.2 s \(Connection refused\);"
+    with pytest.raises(RendezvousError, match=f"^worker 1 {said} worker 0 hosts it: check"):
+        Rendezvous.open(replace(environment(1), store_host=host, store_port=port), 0.2)
 
 
-def test_a_store_that_goes_away_is_one_clear_error():
-    class Gone:
-        def add(self, key: str, amount: int) -> int:
-            raise RuntimeError("Broken pipe\nException raised from ...")
-
-    reason = failure(environment(1), Gone())
-    assert re.search(r"lost the store at store:0 .*\(Broken pipe\)", reason)
+def test_a_store_that_goes_away_is_one_clear_error(monkeypatch, caplog):
+    broken = mock.Mock(side_effect=RuntimeError("Broken pipe\nException raised from ..."))
+    gone = mock.Mock(add=broken, set=broken)
+    assert re.search(r"lost the store at store:0 .*\(Broken pipe\)", failure(environment(1), gone))
+    alone(environment(1), gone).mark_ready()
+    assert "went away before this worker began; training goes on" in caplog.text
+    monkeypatch.setattr("torch.distributed.TCPStore", broken)
+    monkeypatch.setattr(socket, "getaddrinfo", mock.Mock())
+    monkeypatch.setattr(socket, "create_connection", mock.Mock())
+    for rank, verb in enumerate(("host", "use")):
+        with pytest.raises(RendezvousError, match=rf"{verb} the store at store:0: Broken pipe \("):
+            connect(environment(rank), LONGEST_S)
 
 
 def test_one_worker_needs_no_store():
@@ -237,7 +243,7 @@ def test_one_worker_needs_no_store():
     assert part.meet(("127.0.0.1", 9), SETTINGS).addresses == {0: ("127.0.0.1", 9)}
     part.mark_ready()
     with pytest.raises(ValueError, match="the secret has 4 bytes; give at least 16"):
-        Alone(Environment(), None).meet(secret=b"hush")
+        alone(Environment(), None).meet(HERE, SETTINGS, b"hush")
 
 
 @pytest.mark.parametrize(
@@ -246,7 +252,7 @@ def test_one_worker_needs_no_store():
         ("worker/0", json.dumps({"host": "\x1b[2Jno" + 9000 * "!"})),
         ("worker/0", json.dumps({"host": "evil.example", "port": 1})),
         ("worker/0", json.dumps({"host": "10.0.0.1", "port": 65536})),
-        ("worker/0", json.dumps({"host": "10.0.0.1", "port": 1}).ljust(MAX_VALUE_BYTES + 1)),
+        ("worker/0", json.dumps({"host": "10.0.0.1", "port": 1}).ljust((1 << 16) + 1)),
         ("worker/0", b"\xff\xfe"),
         ("reference", "[1, 2"),
         ("reference", {"run_id": "a\x1b[2J"}),
@@ -268,19 +274,20 @@ def test_what_a_stranger_writes_is_one_short_line_without_control_characters(key
 def test_a_value_of_the_longest_length_is_read():
     store = HashStore()
     failure(environment(0, 2), store)  # leaves what worker 0 publishes
-    published = store.get(f"{KEYS}worker/0")
-    store.set(f"{KEYS}worker/0", published.ljust(MAX_VALUE_BYTES))
-    assert Alone(environment(1, 2), store).meet().addresses[0] == ("127.0.0.1", 1)
+    store.set(f"{KEYS}worker/0", store.get(f"{KEYS}worker/0").ljust(1 << 16))
+    assert alone(environment(1, 2), store).meet(HERE, SETTINGS).addresses[0] == HERE
 
 
-def test_worker_0_ends_the_store_that_it_hosts_a_while_after_all_have_begun(monkeypatch):
-    slept, early, have_begun = list[float](), iter([False, False]), rendezvous.have_begun
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_worker_0_ends_the_store_that_it_hosts_a_while_after_all_have_begun(monkeypatch, is_lost):
+    slept, early, lost = list[float](), iter([False, False]), mock.Mock(side_effect=RuntimeError)
+    have_begun = (lambda *of: lost()) if is_lost else rendezvous.have_begun
     monkeypatch.setattr(rendezvous, "time", mock.Mock(sleep=slept.append))
     monkeypatch.setattr(rendezvous, "have_begun", lambda *of: next(early, True) and have_begun(*of))
     address = "127.0.0.1", free_port()
     own = replace(environment(0, 1), store_host=address[0], store_port=address[1])
     hosts = Rendezvous(own, connect(own, LONGEST_S), timeout_s=LONGEST_S)
-    hosts.meet(("127.0.0.1", 1), SETTINGS)
+    hosts.meet(HERE, SETTINGS)
     assert listens(address)
     hosts.mark_ready()
     wait_until(lambda: not listens(address), "the store's port is closed")

@@ -3,18 +3,20 @@
 import json
 import os
 import signal
-from contextlib import closing
+import sys
+from contextlib import closing, suppress
 from pathlib import Path
+from types import ModuleType
+from unittest.mock import Mock, call
 
 import pytest
 from run_processes import VARIABLES, run_python, runs
 from waiting import wait_until
 
-from gossipdp.launcher import local
+from gossipdp.launcher import local, spare_interpreter
 from gossipdp.launcher.local import ScriptWorker, Spares
 from gossipdp.launcher.processes import Ending
 from gossipdp.launcher.reports import Report
-from gossipdp.launcher.spare_interpreter import PROGRAM
 
 # Writes all of a process that a script may look at, and how it ends.
 SCRIPT = """
@@ -32,7 +34,7 @@ file = os.environ["FILE"]
 atexit.register(at_the_end)
 nothing = os.stat(os.devnull)
 seen = {
-    "argv": sys.argv, "command": sys.orig_argv[1:], "names": sorted(set(globals()) - {"seen"}),
+    "argv": sys.argv, "command": sys.orig_argv, "names": sorted(set(globals()) - {"seen"}),
     "name": __name__, "file": __file__, "spec": getattr(__spec__, "name", None), "doc": __doc__,
     "loader": type(__loader__).__name__, "path": sys.path,
     "main": sys.modules["__main__"].__dict__ is globals(),
@@ -110,7 +112,6 @@ def test_a_script_sees_what_it_would_in_a_new_interpreter(folder, without_torch,
             worker = spares.start(spares.variables | {"RANK": "3", "TWO": "\udc80 ö"})
         both.append(spares.seen_by(worker))
         variables = both[-1].pop("variables")
-        assert isinstance(variables, dict)
         assert [variables[name] for name in ("ONE", "TWO", "RANK")] == ["1", "\udc80 ö", "3"]
     new, spare = both
     # Else it was no spare, but a new interpreter in its place.
@@ -167,18 +168,11 @@ def test_variables_that_do_not_fit_into_the_pipe_take_a_new_interpreter(folder, 
     spares.seen_by(worker)
 
 
-def test_a_spare_that_gets_nothing_ends_without_a_word(folder, without_torch):
-    words = ["-c", PROGRAM, str(folder / "scripts" / "train.py")]
-    done = run_python(*words, environment=without_torch, input="")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
 def test_a_system_without_another_process_keeps_its_workers(monkeypatch):
-    def start(*arguments: object, **options: object) -> None:
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(local, "ScriptWorker", start)
+    no_more = Mock(side_effect=BlockingIOError(11, "Resource temporarily unavailable"))
+    monkeypatch.setattr(local, "ScriptWorker", no_more)
     lines: list[str] = []
+    Spares(["."], {}, 1, lines.append).prepare()  # no file of Python: it has none
     spares = Spares(["train.py"], {}, 1, lines.append)
     for _ in range(2):
         spares.prepare()
@@ -186,19 +180,29 @@ def test_a_system_without_another_process_keeps_its_workers(monkeypatch):
     assert "no spare interpreter is kept any more: BlockingIOError" in lines[0]
 
 
-def test_what_is_no_file_of_python_has_no_spare(tmp_path):
-    spares = Spares([str(tmp_path)], {}, 1)
-    spares.prepare()
-    assert spares._waiting == []
-
-
-def test_a_torch_that_cannot_be_imported_is_the_script_s_error(folder, without_torch):
-    (folder / "torch" / "__init__.py").write_text("raise ImportError('broken')")
-    script = folder / "scripts" / "train.py"
-    script.write_text("import sys\nprint(sys.orig_argv[1:])\nimport torch")
-    done = run_python("-c", PROGRAM, str(script), "a", environment=without_torch, input="{}")
-    assert (done.returncode, done.stdout) == (1, f"{[str(script), 'a']}\n")
-    assert done.stderr.count("ImportError: broken") == 1
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("words", [["of_spare.py", "-m"], ["-m", "of_spare", "a"]])
+def test_a_spare_that_cannot_import_begins_anew(folder, monkeypatch, capfd, words, fails):
+    """In this process: what the imports write is lost, and without a message nothing happens."""
+    (folder / "scripts" / "of_spare.py").write_text("import sys\nseen = __name__, sys.argv[1:]")
+    main, anew = ModuleType("spare"), Mock(side_effect=SystemExit)
+    sgd = Mock(side_effect=ImportError if fails else lambda *_, lr: os.write(2, b"lost"))
+    stdin = Mock(**{"buffer.read.side_effect": [b"", b'{"ONE": "1"}']})
+    changes = {"os.execv": anew, "torch.optim.SGD": sgd, "gc.freeze": Mock(), "sys.stdin": stdin}
+    changes |= {"sys.argv": ["-c", *words], "sys.orig_argv": ["py"], "sys.path": ["", *sys.path]}
+    for place, value in changes.items():
+        monkeypatch.setattr(place, value)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setenv("ONE", "0")
+    spare_interpreter.main()
+    assert (os.environ["ONE"], vars(main).get("seen")) == ("0", None)
+    with suppress(SystemExit):
+        spare_interpreter.main()
+    os.write(2, b"shown")
+    assert capfd.readouterr().err == "shown"
+    assert (os.environ["ONE"], sys.path[0]) == ("1", str(folder / "scripts"))
+    assert anew.mock_calls == fails * [call(sys.executable, [sys.executable, *words])]
+    assert fails or (main.seen, sys.orig_argv) == (("__main__", words[-1:]), ["py", *words])
 
 
 def test_what_it_imports_ahead_is_what_a_script_needs():

@@ -4,9 +4,11 @@ import errno
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -27,7 +29,7 @@ class Scripted(WorkerProcess):
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         super().__init__()
-        self.pid, self.variables = 2**30, variables  # no process has it
+        self.pid, self.variables = 2**30 + int(variables["LOCAL_RANK"]), variables  # of no process
         self.how: Ending | None = None
         self.signals: list[int] = []
         self.is_killed = False
@@ -57,24 +59,17 @@ def plan_of(num_workers: int, **options: Any) -> LaunchPlan:
 class Setting:
     """Three workers of a supervisor, and a clock."""
 
-    def __init__(
-        self,
-        *,
-        begun: bool = False,
-        plan: LaunchPlan | None = None,
-        faults: str = "",
-        **options: Any,
-    ) -> None:
+    def __init__(self, *, begun: bool = False, faults: str = "", **options: Any) -> None:
         self.now = 0.0
         options |= {"clock": lambda: self.now}
         if faults:
             options["faults"] = FaultInjector(FaultPlan.parse(faults), 3, clock=options["clock"])
-        self.injected: list[int] = []
+        self.noted: list[Failure] = []
         self.failures: list[tuple[int, bool]] = []
         self.restarted: list[tuple[int, float]] = []
         self.sentences: list[str] = []
         self.num_start_failures = 0
-        self.plan = plan or plan_of(3)
+        self.plan = options.pop("plan", None) or plan_of(3)
         options |= {"on_failure": self.note_failure, "on_sentence": self.sentences.append}
         self.supervisor = Supervisor(self.plan, self.start, **options)
         self.workers: dict[int, Scripted] = {}
@@ -86,8 +81,7 @@ class Setting:
 
     def note_failure(self, failure: Failure) -> None:
         self.failures.append((failure.rank, self.supervisor.begun))
-        if failure.is_injected:
-            self.injected.append(failure.rank)
+        self.noted.append(failure)
 
     @staticmethod
     def addresses(num_workers: int) -> dict[int, tuple[str, int]]:
@@ -199,9 +193,8 @@ def test_a_restart_may_come_while_restarts_are_left(make):
 
 @pytest.mark.parametrize("others_elsewhere", [False, True])
 def test_one_worker_alone_has_nobody_to_join_after_a_restart(others_elsewhere):
-    plan = plan_of(1, world_size=2 if others_elsewhere else 1)
-    supervisor = Supervisor(plan, Scripted, max_restarts=9)
-    assert supervisor.may_restart == others_elsewhere
+    plan = plan_of(1, world_size=1 + others_elsewhere)
+    assert Supervisor(plan, Scripted, max_restarts=9).may_restart == others_elsewhere
 
 
 def test_no_restart_comes_while_workers_are_ended(make):
@@ -242,9 +235,10 @@ def test_who_waits_for_a_restart_is_not_started_once_the_run_is_complete(make):
 def test_who_is_back_when_the_run_is_complete_is_ended(make):
     setting = make(begun=True, max_restarts=5)
     setting.die(0, at=[1, 2])
-    setting.end_well(1, 2, at=[3])
+    setting.end_well(1, 2, at=[3, 3.1])
     assert setting.workers[0].signals == [signal.SIGTERM]
-    assert setting.sentences[-1] == "worker 0 is ended: the run is complete without it"
+    assert not setting.die(0, how=Ending(exit_reason(-signal.SIGTERM)), at=[4])
+    assert setting.sentences[1:] == ["worker 0 is ended: the run is complete without it"]
 
 
 @pytest.mark.parametrize(
@@ -264,9 +258,9 @@ def test_a_kill_of_our_own_is_a_failure_only_if_nobody_ends_well(make, some_end_
     setting = make(begun=True, faults="kill 1")
     setting.report(1, trains=True)
     setting.die(1, how=KILLED, at=[2])
-    assert (setting.failures, setting.injected) == ([(1, True)], [1])
+    assert setting.failures == [(1, True)]
     assert not setting.die(0, 2, how=Ending() if some_end_well else CRASH, at=[3])
-    assert setting.injected == [1]
+    assert [each.rank for each in setting.noted if each.is_injected] == [1]
     setting.supervisor.close()
     assert setting.failed == ([] if some_end_well else [1, 0, 2])
 
@@ -275,9 +269,8 @@ def test_a_stopped_worker_goes_on_before_it_is_ended(make):
     setting = make(begun=True, faults="stop 60s 1")
     setting.report(1, trains=True)
     setting.supervisor.end()
+    setting.step(1.4)
     assert setting.workers[1].signals == [signal.SIGSTOP, signal.SIGCONT, signal.SIGTERM]
-    setting.step(1.5)
-    assert setting.workers[1].signals[3:] == []
 
 
 def test_an_early_end_by_itself_does_not_complete_the_run(make):
@@ -330,6 +323,8 @@ def test_who_has_saved_since_the_end_has_only_the_time_to_end(make):
         assert not setting.workers[0].is_killed
         setting.step(2 + PATIENCE_S)
         assert setting.workers[0].is_killed == (len(setting.workers) == 3)
+        setting.step(60)
+        assert all(worker.is_killed for worker in setting.made)
 
 
 def test_a_script_that_saves_by_itself_has_nearly_as_long_as_a_save_of_ours(make):
@@ -421,12 +416,9 @@ def test_a_worker_that_cannot_be_started_again_ends_no_other(make):
 
 def test_a_limit_of_descriptors_that_is_lowered_ends_no_worker(make, monkeypatch):
     """poll(2) takes no more descriptors than the limit says."""
-
-    def wait(things: list[object], timeout_s: float) -> list[object]:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-
     setting, slept = make(begun=True, max_restarts=3), list[float]()
-    monkeypatch.setattr("multiprocessing.connection.wait", wait)
+    refused = Mock(side_effect=OSError(errno.EINVAL, os.strerror(errno.EINVAL)))
+    monkeypatch.setattr("multiprocessing.connection.wait", refused)
     monkeypatch.setattr(supervision, "time", SimpleNamespace(sleep=slept.append))
     assert setting.die(0, at=[1.0, 1.2])
     assert (setting.restarted, setting.running) == ([(0, 1.2)], {0, 1, 2})
@@ -457,19 +449,9 @@ def test_the_delay_doubles_with_each_life_without_a_step_up_to_its_cap(make):
     setting.workers[0].report(trains=True)
     setting.num_start_failures = 1
     assert delay(0) == pytest.approx(0.1, abs=0.06)
-    num_starts = len(setting.restarted)
-    setting.step(setting.now + 0.15)  # nor has a start that failed made a step
-    assert len(setting.restarted) == num_starts
-    setting.step(setting.now + 0.1)
-    assert len(setting.restarted) == num_starts + 1
-
-
-def test_the_budget_is_common_to_all_workers(make):
-    setting = make(begun=True, max_restarts=2)
-    for rank in range(3):
-        setting.die(rank, at=[1.0, 2.0])
-    assert [rank for rank, _ in setting.restarted] == [0, 1]
-    assert (setting.failed, setting.running) == ([2], {0, 1})
+    failed_at = setting.now  # nor has a start that failed made a step
+    setting.step(failed_at + 0.15, failed_at + 0.25)
+    assert setting.restarted[-1] == (0, failed_at + 0.25)
 
 
 @pytest.mark.parametrize("killed", [(0, 1), (1, 0)])
@@ -510,7 +492,7 @@ def test_when_the_last_that_trains_dies_all_are_started_again(make):
     assert [(each.rank, each.restart_count, each.is_joining) for each in again] == [
         (rank, 1, False) for rank in range(3)
     ]
-    assert (again[0].run_id, again[0].secret) == (before.run_id, before.secret)
+    assert again[0] == replace(before, restart_count=1, store_port=again[0].store_port)
     assert again[0].store_port != before.store_port
     setting.workers[0].report(begins=True)
     setting.die(1, at=[5])  # before all have begun again: all are started again
@@ -679,6 +661,8 @@ def test_the_death_of_one_process_ends_the_others_unless_all_were_to_end(make, s
     processes[1 - dead].how = KILLED
     reason = f"lost its process {dead}, which ended with exit code 1"
     assert replica.poll() == Ending(reason, CRASH.details)
+    replica.kill_group()
+    assert all(process.is_killed for process in processes), "with what they left behind"
 
 
 def test_a_replica_begins_when_all_of_its_processes_do(make):
@@ -736,21 +720,15 @@ def test_a_new_replica_joins_the_networks_that_its_user_names(make):
     setting.step(1)
     again = start_again(setting)[1]  # it comes back under the rank that it was given
     assert setting.failures == [(5, True)]
+    assert [each.process_id for each in setting.noted] == [setting.made[2].pid]
     assert (again.rank, again.num_restarts, again.join) == (5, 1, (("10.0.0.1", 101),))
 
 
 def test_where_one_process_cannot_be_started_none_is_left(make):
-    setting = replicas(make)
-    made = list[Scripted]()
-
-    def start_process(variables: Mapping[str, str]) -> Scripted:
-        if made:
-            raise OSError("no process left")
-        made.append(setting.start(variables))
-        return made[-1]
-
-    worker = SupervisedWorker(0, 0)
+    setting, worker = replicas(make), SupervisedWorker(0, 0)
+    first = Scripted({"LOCAL_RANK": "0"})
+    start_process = Mock(side_effect=[first, OSError("no process left")])
     with pytest.raises(OSError, match="no process left"):
         worker.start(setting.plan, start_process, rejoins=False)
-    assert made[0].is_killed
+    assert first.is_killed
     assert (worker.runs, worker.takes_part) == (False, False)

@@ -11,6 +11,7 @@ from gossipdp.links import handshake
 from gossipdp.links.handshake import MAX_TEXT, VERSION, Handshake, HandshakeError, Identity, Refusal
 
 SECRET = b"a secret"
+FIELDS = ("run_id", "model", "method", "graph", "comm_rate", "wire_format", "timeout")
 
 
 def prefix(length: int) -> bytes:
@@ -53,16 +54,20 @@ def test_inside_tls_the_hello_is_plain_data_and_nothing_else_is_taken_for_it():
             converse(dialler, acceptor)
 
 
-@pytest.mark.parametrize("field", handshake.AGREED_FIELDS)
+@pytest.mark.parametrize("rank", [0, 2**30], ids=["worker", "visitor"])
+@pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("secrets", [(SECRET, SECRET), (None, None)], ids=["plain", "in TLS"])
-def test_a_difference_is_named_with_both_values(field, secrets):
-    dialler, acceptor = pair(mine=identity(0, **{field: "mine"}), secrets=secrets)
+def test_the_first_difference_is_named_with_both_values(field, secrets, rank):
+    """A visitor may not know the graph yet: the next difference is its first."""
+    mine = identity(rank, **dict.fromkeys(FIELDS[FIELDS.index(field) :], "mine"))
+    dialler, acceptor = pair(mine=mine, secrets=secrets)
     converse(dialler, acceptor)
+    field = "comm_rate" if rank and field == "graph" else field
     theirs = getattr(identity(1), field)
     assert dialler.refusal == acceptor.refusal == Refusal(field, theirs, "mine")
+    assert mine.disagreement(identity(1)) == Refusal(field, "mine", theirs), "seen from there"
     text = str(dialler.refusal)
-    assert repr(theirs) in text
-    assert "'mine'" in text
+    assert f"differs: the other worker has {theirs!r}, this one 'mine'" in text
     assert ("Network(timeout_s=)" in text) == (field == "timeout")
 
 
@@ -71,10 +76,7 @@ def test_a_difference_is_named_with_both_values(field, secrets):
     [
         ({"secrets": (b"another", SECRET)}, "the secrets differ; give all workers"),
         ({"wanted": 2}, "the worker at that address has rank 1, not 2"),
-        (
-            {"mine": identity(1), "wanted": None},
-            "both workers claim rank 1; every worker needs its own RANK",
-        ),
+        ({"mine": identity(1), "wanted": None}, "both workers claim rank 1; every worker"),
         (
             {
                 "mine": identity(0, model="names=11 shapes=22 dtypes=33 optimizers=44"),
@@ -104,6 +106,8 @@ def test_an_acceptor_says_nothing_of_itself_before_the_proof():
     feed(acceptor, dialler.take_output())
     said = acceptor.take_output()
     assert not any(own.encode() in said for own in ("model", "ring of 4", "float32", "127.0.0.1"))
+    with pytest.raises(HandshakeError, match="starts with"):
+        feed(acceptor, b"\x16\x03" + bytes(6))  # TLS comes first or not at all
 
 
 @pytest.mark.parametrize("field", ["incarnation", "own_rank", "model"])
@@ -138,13 +142,11 @@ def test_replay_is_refused():
 def test_reflection_is_refused():
     """A dialler's proof, sent back to that worker as if another one dialled, proves nothing."""
     dialler, _ = pair(wanted=None)
-    opening = dialler.take_output()
     reflected_to = Handshake(identity(0), SECRET, dialler=False)
-    feed(reflected_to, opening)
+    feed(reflected_to, dialler.take_output())
     feed(dialler, reflected_to.take_output())
     feed(reflected_to, dialler.take_output())
-    # It knows the secret, of course; it is the rank that gives it away.
-    assert reflected_to.refusal.field == "own_rank"
+    assert reflected_to.refusal.field == "own_rank", "its rank gives it away"
     # And an acceptor's proof made of the dialler's own does not pass for a welcome.
     dialler, acceptor = pair()
     feed(acceptor, dialler.take_output())
@@ -156,8 +158,7 @@ def test_reflection_is_refused():
 
 @pytest.mark.parametrize("place", [4, 5])
 def test_another_version_of_gossipdp_is_told_to_both(place):
-    other = [*VERSION]
-    other[place - 4] = 9
+    other = [*VERSION[: place - 4], 9, *VERSION[place - 3 :]]
     ours, theirs = (".".join(map(str, version)) for version in (VERSION, other))
     dialler, acceptor = pair()
     data = bytearray(dialler.take_output())
@@ -172,20 +173,20 @@ def test_another_version_of_gossipdp_is_told_to_both(place):
 
 
 @pytest.mark.parametrize(
-    ("data", "fault"),
+    ("end", "data", "fault"),
     [
-        (b"GET / HTTP/1.1\r\n", "starts with b'GET '"),
-        (prefix(0), "of 0 bytes"),
-        (prefix(handshake.MAX_MESSAGE_BYTES + 1), "of 4097 bytes"),
-        (prefix(1) + b"\xff", "malformed"),
-        (prefix(handshake.MAX_MESSAGE_BYTES) + b"\x93\x01\x02" + bytes(4093), "malformed"),
-        (message_of([1, msgspec.to_builtins(identity(0)), None, b"short"]), "nonce of 5 bytes"),
+        (0, b"\x16\x03" + bytes(6), r"starts with b'\\x16"),  # a dialler hears TLS
+        (1, b"GET / HTTP/1.1\r\n", "starts with b'GET '"),
+        (1, prefix(0), "of 0 bytes"),
+        (1, prefix(handshake.MAX_MESSAGE_BYTES + 1), "of 4097 bytes"),
+        (1, prefix(1) + b"\xff", "malformed"),
+        (1, prefix(handshake.MAX_MESSAGE_BYTES) + b"\x93\x01\x02" + bytes(4093), "malformed"),
+        (1, message_of([1, msgspec.to_builtins(identity(0)), None, b"short"]), "nonce of 5 bytes"),
     ],
 )
-def test_garbage_is_one_error(data, fault):
-    acceptor = Handshake(identity(1), SECRET, dialler=False)
+def test_garbage_is_one_error(end, data, fault):
     with pytest.raises(HandshakeError, match=fault):
-        feed(acceptor, data)
+        feed(pair()[end], data)
 
 
 def test_an_empty_secret_is_refused():
@@ -208,11 +209,10 @@ def test_an_empty_secret_is_refused():
     ],
 )
 def test_a_hello_keeps_to_the_bounds_of_membership(field, good, bad):
-    said = msgspec.to_builtins(identity(0))
-    index = Identity.__struct_fields__.index(field)
+    said = [*msgspec.to_builtins(identity(0))]
     for value in (good, bad):
-        acceptor = Handshake(identity(1), None, dialler=False)
-        hello = message_of([1, [*said[:index], value, *said[index + 1 :]], None, bytes(32)])
+        said[Identity.__struct_fields__.index(field)] = value
+        acceptor, hello = pair(secrets=(None, None))[1], message_of([1, said, None, bytes(32)])
         if value is good:
             feed(acceptor, hello)
             assert acceptor.is_over

@@ -41,12 +41,10 @@ def test_one_link_to_a_peer_however_often_and_by_whom_it_is_dialled(make, world)
     world.until(lambda: second.handler.links and third.handler.links)
     world.settle()
     assert first.handler.names() == ["link_up"] * 2
-    assert sorted(first.handler.links) == [1, 2]
     for node in (second, third):
         assert first.link(node).peer_identity == node.transport.identity
         assert first.link(node).peer_identity.port == node.port
         assert node.handler.names() == ["link_up"]
-        assert list(node.handler.links) == [5]
         node.link(first).send_control(b"to one")
         node.transport.flush()
     links = first.handler.links.values()
@@ -122,6 +120,8 @@ def test_controls_overtake_chunks_that_were_not_started(pair, world):
     for number in range(8):
         there.send_chunk(EXCHANGE, key(number), payload)
     first.transport.flush()  # some of the first chunks leave
+    there.can_write = True  # as an event says that comes too early
+    there.write_some(acknowledge=False)
     there.send_control(b"urgent")
     world.until(lambda: len(second.handler.of("chunk")) == 8)
     names = second.handler.names()  # in shared memory all of them are started at once
@@ -182,7 +182,6 @@ def test_close_tells_both_sides_once_behind_the_last_message(pair, world):
     there.send_control(b"abort: poisoned")
     there.close("enough")
     there.close("again")
-    assert there.closed
     assert first.handler.of("link_down") == []  # only from poll()
     world.until(lambda: second.handler.of("link_down"))
     world.settle()
@@ -200,8 +199,7 @@ def test_nothing_is_touched_after_close(pair, world):
     world.until(lambda: back.bytes_received > 0)
     there.close("enough")
     back.close("enough")
-    assert there.queued_chunks == 0
-    assert not there.has_unsent
+    assert (there.queued_chunks, there.has_unsent) == (0, False)
     copy = bytes(landing)
     payload.clear()  # a BufferError if anyone still held it
     there.send_control(b"nothing")

@@ -101,7 +101,7 @@ def test_a_place_lies_inside_the_newest_segment_that_was_offered():
         with pytest.raises(FrameError, match="of segment"):
             peer.find(header)
     assert peer.take(2, memoryview(b"\x02" * 64))
-    assert not peer.take(1, memoryview(memory))
+    assert not any(peer.take(number, memoryview(memory)) for number in (1, 2))
     assert peer.find(chunk_at(2, 0, 1)) == b"\x02"
     with pytest.raises(FrameError):
         peer.find(chunk_at(1, 0, 1))
@@ -138,7 +138,6 @@ def test_a_turn_ends_however_much_there_is_to_read():
     most = TURN_BYTES // stream.MESSAGE_BYTES + 2
     assert stream.num_calls <= most, "each message comes with the header of the next"
     assert link.has_input, "the rest has its turn after the others"
-    assert not link.closed
 
 
 class Narrow(Taking):

@@ -20,7 +20,7 @@ from run_processes import run_python
 
 from gossipdp.links import shared_memory, tcp_link
 from gossipdp.links.frames import MAX_SEGMENT, FrameType
-from gossipdp.links.shared_memory import MAX_SEGMENT_BYTES, SharedSegment, map_offered
+from gossipdp.links.shared_memory import SharedSegment, map_offered
 
 OFFER = shared_memory._OFFER
 PAGE = mmap.PAGESIZE
@@ -57,11 +57,17 @@ def test_only_the_owner_can_write_it_and_its_size_is_fixed():
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "number"), [(0, 1), (MAX_SEGMENT_BYTES + 1, 1), (PAGE, MAX_SEGMENT + 1)]
+    ("num_bytes", "number"), [(0, 1), (PAGE + 1, 1), (PAGE, 0), (PAGE, MAX_SEGMENT + 1)]
 )
-def test_a_segment_that_no_frame_can_name_is_not_made(num_bytes, number):
+def test_a_segment_that_no_frame_can_name_is_not_made(monkeypatch, num_bytes, number):
+    """The largest one, of the last number, is; and what fails closes no file of others."""
+    monkeypatch.setattr(shared_memory, "MAX_SEGMENT_BYTES", PAGE)
+    last = SharedSegment(PAGE, MAX_SEGMENT)
+    assert map_offered(last.offer)[0] == MAX_SEGMENT
+    before = num_mapped(), os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="segment"):
         SharedSegment(num_bytes, number)
+    assert (num_mapped(), os.listdir("/proc/self/fd")) == before
 
 
 def test_a_mapping_lives_as_long_as_a_tensor_looks_at_it(recwarn):
@@ -112,15 +118,13 @@ def test_only_chunks_of_an_exchange_that_lie_there_are_read_there(world):
         assert second.handler.of("chunk")[index][3] == payload
         assert (there.shared_bytes_sent - before == len(payload)) == shared
     assert back.shared_bytes_received == 200
-    world.until(lambda: there.queued_chunks == 0)
 
 
 def test_a_chunk_counts_until_the_peer_has_read_it(world):
     first, second, there, back = world.pair(world.shared)
     there.send_chunk(EXCHANGE, key(), first.payload(b"x"))
     world.settle(first)
-    assert not there.has_unsent
-    assert there.queued_chunks == 1
+    assert (there.queued_chunks, there.has_unsent) == (1, False)
     assert first.handler.of("writable") == []
     # Word of it rides on what goes the other way in the same turn.
     second.handler.hooks["chunk"] = lambda *_: back.send_control(b"thanks")
@@ -183,15 +187,11 @@ def test_memory_that_a_lost_peer_may_still_read_is_written_no_more(world):
     assert other.shared_bytes_sent == 11
 
 
-class Pinned:
-    """The result of pinning."""
-
-
 def test_memory_is_mapped_and_pinned_as_long_as_it_is_held(world, monkeypatch):
-    held: weakref.WeakKeyDictionary[Pinned, tuple[int, bool]] = weakref.WeakKeyDictionary()
+    held: weakref.WeakKeyDictionary[Recorder, tuple[int, bool]] = weakref.WeakKeyDictionary()
 
-    def pin(_: Recorder, memory: memoryview, *, is_peers: bool) -> Pinned:
-        held[made := Pinned()] = len(memory), is_peers
+    def pin(_: Recorder, memory: memoryview, *, is_peers: bool) -> Recorder:
+        held[made := Recorder()] = len(memory), is_peers  # any object would do
         return made
 
     monkeypatch.setattr(Recorder, "pin", pin)
@@ -224,8 +224,7 @@ def test_who_has_memory_later_shares_it_later(world):
     first, second, there, back = world.pair(world.tcp)
     second.memory = second.transport.allocate(PAGE)
     world.settle()
-    assert back.is_shared
-    assert not there.is_shared
+    assert (back.is_shared, there.is_shared) == (True, False)
     other, _ = world.join(first, world.tcp(2))
     first.memory = first.transport.allocate(PAGE)
     world.until(lambda: there.is_shared and back.is_shared and other.is_shared)
@@ -328,8 +327,7 @@ def test_memory_of_another_user_is_not_mapped(world, caplog):
         sys.stdin.read()
     """
     words, pipe = [sys.executable, "-c", textwrap.dedent(code)], subprocess.PIPE
-    process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
-    with process:
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True) as process:
         offer = bytes.fromhex(process.stdout.readline())
         with pytest.raises(ValueError, match="another user"):
             map_offered(offer)

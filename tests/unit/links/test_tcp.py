@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,12 +55,13 @@ def test_a_failed_dial_says_which_address_it_was(world):
 
 def test_an_address_that_is_not_numeric_or_no_port_is_a_failed_dial(world, caplog):
     node = world.tcp(0)
-    addresses = [("a-name.example", 4000), ("127.0.0.1", 70000), ("fe80::1%nowhere", 4000)]
-    dials = list(enumerate(addresses, start=1))
-    for peer, address in dials:
+    addresses = [("a-name.example", 4000), ("fe80::1%nowhere", 4000), ("127.0.0.1", 0)]
+    addresses += [("127.0.0.1", 65536), ("127.0.0.1", 65535)]  # the last is a port, and is refused
+    for peer, address in enumerate(addresses, 1):
         node.transport.dial(peer, *address)
     world.settle()
-    assert node.handler.of("dial_failed") == [(*dial, False) for dial in dials]
+    dials = enumerate(addresses, 1)
+    assert node.handler.of("dial_failed") == [(*dial, dial[0] == 5) for dial in dials]
     assert [record.name for record in caplog.records] == ["gossipdp"] * 3
 
 
@@ -105,8 +107,7 @@ def test_a_connection_to_oneself_counts_as_nobody():
 def limited_star(world: Any, make: Any) -> tuple[Clock, Any, list[Any]]:
     """Link a worker that may send 1 MB/s to two others; its clock is the test's."""
     clock = Clock()
-    first = make(0, max_bytes_per_s=1e6, clock=clock)
-    others = [make(1), make(2)]
+    first, others = make(0, max_bytes_per_s=1e6, clock=clock), [make(1), make(2)]
     for other in others:
         world.join(first, other)
     return clock, first, others
@@ -131,7 +132,6 @@ def test_all_links_of_a_worker_share_its_limit_evenly(world, stream):
     sent = [link.chunk_bytes_sent[EXCHANGE] for link in links]
     assert 480_000 < sum(link.bytes_sent for link in links) - before < 570_000
     assert sent[0] == pytest.approx(sent[1], abs=70_000)
-    assert not any(other.handler.of("chunk") for other in others)
     tick(world, clock, 80)
     assert all(len(other.handler.of("chunk")) == 1 for other in others)
     for link in links:
@@ -191,8 +191,7 @@ def test_ipv6_loopback(world):
 def test_crossing_dials_end_in_one_link_dialled_by_the_lower_rank(world, caplog):
     """Their loops turn in a random order; an acceptor that takes any new link fails in 1 of 20."""
     for seed in range(100):
-        order = random.Random(seed)
-        low, high = world.tcp(0), world.tcp(1)
+        order, low, high = random.Random(seed), world.tcp(0), world.tcp(1)
         dials = [(low, high), (high, low)]
         order.shuffle(dials)
         dials[0][0].dial(dials[0][1])
@@ -208,6 +207,7 @@ def test_crossing_dials_end_in_one_link_dialled_by_the_lower_rank(world, caplog)
         for end in (there.connection, back.connection):
             unsent = end.getsockopt(socket.IPPROTO_TCP, sockets.TCP_NOTSENT_LOWAT)
             assert unsent != 256 << 10, "loopback has no bound"
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert there.dialler == back.dialler == 0
         for node in (low, high):
             assert not node.handler.of("refused")
@@ -228,6 +228,8 @@ def test_a_link_that_one_end_lost_is_replaced_at_once(world, dialled_by_lower, r
     # A reset that the other end has not heard of: a copy keeps the connection open.
     with lost.connection.dup():
         lost.close("lost on this side")
+        watched = Path(f"/proc/self/fdinfo/{loser.transport._epoll.fileno()}").read_text()
+        assert watched.count("tfd:") == 2, "its listener, and what wakes it"
         loser.dial(other)
         world.until(lambda: len(other.handler.of("link_up")) == 2)
         world.settle()
@@ -252,13 +254,11 @@ def test_the_higher_rank_s_dial_waits_until_the_lower_knows_that_its_link_is_los
 def test_a_newer_process_replaces_and_a_lower_incarnation_is_refused(world):
     node, old = world.tcp(0), world.tcp(1, incarnation=2)
     world.join(old, node)
-    same = world.tcp(1, incarnation=2, process_id=7)
-    new = world.tcp(1, incarnation=3)
+    same, new = world.tcp(1, incarnation=2, process_id=7), world.tcp(1, incarnation=3)
     for newer, before in ((same, old), (new, same)):
         newer.dial(node)
         world.until(lambda n=newer, b=before: n.handler.links and b.handler.of("link_down"))
         assert node.link(newer).peer_identity.process_id == newer.transport.identity.process_id
-    assert node.link(new).peer_identity.incarnation == 3
     old.dial(node)
     world.until(lambda: old.handler.of("refused"))
     assert "newer incarnation (3)" in str(old.handler.of("refused")[0][1])
@@ -279,7 +279,6 @@ def test_warnings_are_bounded(world, caplog):
     for number in range(3000):
         log.warn_once("drop", f"10.0.0.{number}", "dropped %d", number)
     assert len(caplog.records) == 1025
-    assert "not shown" in caplog.records[-1].getMessage()
 
 
 def test_no_descriptor_for_a_guest(world, monkeypatch):
@@ -367,7 +366,7 @@ class Tape(PlainStream):
 @pytest.mark.parametrize(("gap_s", "least", "most"), [(1e-5, 5, 25), (0.1, 200, 410)])
 def test_quick_packets_are_read_several_at_once(world, gap_s, least, most):
     """At full speed about one wake-up in ten of 207 reads; on a slow link each is heard."""
-    clock = Clock()
+    clock = Clock(100.0)
     first, second = world.tcp(0, clock=clock), world.tcp(1)
     here, there = world.join(first, second)
     world.settle()
@@ -409,8 +408,10 @@ def test_a_connection_that_gets_slow_or_ends_within_a_batch_is_noticed(world):
     first.transport.poll(0.001)  # a sleep ends without an event: what is there is heard
     assert here.bytes_received == before + sent
     assert here.connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1, "it is slow"
+    clock.now_s, heard_s = 1.0, here.last_heard_s
     there.connection.shutdown(socket.SHUT_RDWR)
     world.until(lambda: first.handler.of("link_down"), first)
+    assert here.last_heard_s == heard_s, "an end is no byte"
 
 
 def test_a_transport_that_is_closed_or_forgotten_leaves_no_descriptor(world, open_descriptors):
@@ -430,7 +431,6 @@ def test_a_transport_that_is_closed_or_forgotten_leaves_no_descriptor(world, ope
 
 
 def test_a_wake_that_the_close_overtakes_writes_to_no_descriptor(world):
-    """Another thread closes the transport just before the guard is taken."""
     node = world.tcp(0)
     node.transport._wake_guard = CallingLock(before=lambda: world.close(node))
     node.transport.wake()  # an OSError if it wrote to its descriptor, which may be another's now

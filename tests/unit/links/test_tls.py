@@ -28,8 +28,7 @@ def test_the_pair_of_a_run_is_made_once_and_only_its_owner_reads_the_key(tmp_pat
     directory = tmp_path / "new" / "tls"
     make_tls_files(directory)
     cert, private = directory / "cert.pem", directory / "key.pem"
-    assert private.stat().st_mode & 0o777 == 0o600
-    assert directory.stat().st_mode & 0o777 == 0o700
+    assert [each.stat().st_mode & 0o777 for each in (private, directory)] == [0o600, 0o700]
     Tls(directory)
     assert not caplog.records
     private.chmod(0o640)
@@ -126,8 +125,7 @@ def test_a_plain_worker_and_one_with_tls_say_so_once(world, caplog):
             world.until(lambda dialler=dialler: dialler.handler.events)
             ((peer, refusal),) = dialler.handler.of("refused")
             dialler.handler.events.clear()
-            assert peer == acceptor.rank
-            assert refusal.field == "tls"
+            assert (peer, refusal.field) == (acceptor.rank, "tls")
             text = f"TLS is {there} at the other worker and {here} here; give all workers the same"
             assert str(refusal) == f"{text} TLS directory, or none"
         assert acceptor.handler.events == []

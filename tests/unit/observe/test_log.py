@@ -1,4 +1,5 @@
 import errno
+import itertools
 import os
 import tracemalloc
 from collections.abc import Iterator
@@ -69,9 +70,7 @@ def test_what_was_written_is_read_back(tmp_path):
     assert (seen["time_s"], seen["loss"], seen["recent"]) == (2.0, 0.5, RECENT)
     assert len(worker.counts) == 9
     assert worker.last_values() == {"accuracy": 0.75, "note": "first", "loss": None}
-    assert worker.averaging is not None
     assert worker.averaging.time_s == 5.0
-    assert worker.end is not None
     assert (worker.end.time_s, worker.end.gradient_steps) == (6.0, 10)
     assert (worker.end.consensus_distance, worker.end.num_averaged) == (0.1, 2)
     assert worker.last_s == 6.0
@@ -160,11 +159,14 @@ def test_the_log_of_a_worker_that_was_started_again_goes_on(tmp_path, path):
     assert worker.lives[1].time_s >= 0
 
 
-def test_the_launcher_writes_how_a_process_ended(tmp_path, path, caplog):
+def test_the_launcher_writes_how_a_process_ended(tmp_path, path, caplog, monkeypatch):
+    clock = itertools.count(100.0, 0.34567).__next__  # a record at each
+    monkeypatch.setattr(logs, "since_boot_s", clock)
+    monkeypatch.setattr(logs, "boot_id", lambda: "one")
     logs.write_process_end(path, os.getpid(), "died of signal 9 (SIGKILL)")
     assert not path.exists(), "it had no log"
     for life in range(2):
-        with started(path, clock=since_boot_s, goes_on=life > 0) as log:
+        with started(path, clock=clock, goes_on=life > 0) as log:
             log.counts(SOME)
         with path.open("ab") as file:
             file.write(b'{"kind": "st')  # killed in mid-write
@@ -174,9 +176,8 @@ def test_the_launcher_writes_how_a_process_ended(tmp_path, path, caplog):
     worker = RunLog.read(tmp_path).workers[0]
     (end,) = worker.process_ends
     assert end.reason == "died of signal 9 (SIGKILL)"
-    (first_s, ended_s), (second_s, last_s) = worker.processes
-    assert 0 == first_s <= worker.counts[0].time_s <= ended_s == end.time_s <= second_s <= last_s
-    assert last_s == worker.last_s == worker.counts[1].time_s
+    assert worker.processes == [(0.0, 0.6913), (1.037, 1.3827)]
+    assert [each.time_s for each in (*worker.counts, end)] == [0.3457, 1.3827, 0.6913]
     path.write_text("hello\n")
     logs.write_process_end(path, os.getpid(), "died of signal 9 (SIGKILL)")
     assert path.read_text() == "hello\n"
@@ -245,10 +246,10 @@ def test_the_time_of_a_log_that_goes_on_never_goes_back(
 
 
 def test_a_full_disk_leaves_lines_out_and_says_so_once(tmp_path, path, caplog):
-    fits = [5, None]  # a part of the first line, and nothing of the second
+    fits = iter([5, None, 999, 999, None])  # bytes of each line; None: no byte
 
     def write(line: bytes) -> int:
-        most = fits.pop(0) if fits else len(line)
+        most = next(fits, 999)
         if most is None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return file.write(line[:most])
@@ -256,11 +257,11 @@ def test_a_full_disk_leaves_lines_out_and_says_so_once(tmp_path, path, caplog):
     with closing(RunLogWriter(path, clock=Clock(100.0))) as log:
         file = log._file
         log._file = SimpleNamespace(write=write, fileno=file.fileno, close=file.close, closed=False)
-        for steps in (1, 3):
+        for steps in (1, 3, 5):
             log.start(rank=0, num_workers=2, configuration={})
             log.counts(Counters(gradient_steps=steps))
-    assert [each.gradient_steps for each in RunLog.read(tmp_path).workers[0].counts] == [3]
-    assert len(caplog.records) == 1
+    assert [each.gradient_steps for each in RunLog.read(tmp_path).workers[0].counts] == [3, 5]
+    assert len(caplog.records) == 2, "once each time"
     assert "training goes on" in caplog.text
 
 

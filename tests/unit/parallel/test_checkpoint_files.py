@@ -91,13 +91,11 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
     path = tmp_path / "file.safetensors"
     write_tensors(path, TENSORS, {})
     before = path.read_bytes()
-    with monkeypatch.context() as patch:
-        patch.setattr(*at, full)
-        with pytest.raises(OSError, match="No space left"):
-            write_tensors(path, {"b": torch.ones(1)}, {})
+    monkeypatch.setattr(*at, full)
+    with pytest.raises(OSError, match="No space left"):
+        write_tensors(path, {"b": torch.ones(1)}, {})
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
-    monkeypatch.setattr(*at, full)
     monkeypatch.setattr(Path, "unlink", Mock(side_effect=PermissionError))
     with pytest.raises(OSError, match="No space left"):  # the first error, not that of the removal
         write_tensors(path, {"b": torch.ones(1)}, {})
@@ -153,7 +151,7 @@ def test_a_directory_that_cannot_be_used_is_said_at_wrapping(linear, tmp_path, m
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_one_run_at_a_time_uses_a_directory_and_no_dead_one_does(linear, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_files, "LOOKS", 3)
+    pauses_s: list[float] = []
     ready, tell = os.pipe()
     if (holder := os.fork()) == 0:
         with in_use(tmp_path, "first"):
@@ -171,8 +169,10 @@ def test_one_run_at_a_time_uses_a_directory_and_no_dead_one_does(linear, tmp_pat
         with in_use(tmp_path, "first"), in_use(tmp_path, "of another model"):
             pass
         named = f"'{tmp_path}' .run first: process {holder} on "
+        monkeypatch.setattr(time, "sleep", pauses_s.append)
         with pytest.raises(RefusedError, match=named), in_use(tmp_path, "second"):
             pass
+        assert pauses_s == 20 * [0.05], "one that only looks may share the lock for a moment"
         (tmp_path / "worker-0").mkdir()
         (tmp_path / "worker-0" / "step-00000001.safetensors").touch()  # it may be gone soon
         with pytest.raises(RefusedError, match=named):
@@ -245,6 +245,7 @@ def test_an_error_that_is_no_full_disk_reaches_the_training_loop(linear, tmp_pat
     with pytest.raises(RuntimeError, match="a checkpoint could not be written") as info:
         step(model, optimizer)
     assert isinstance(info.value.__cause__, ZeroDivisionError)
+    assert model.stats().checkpoints_failed == 1
 
 
 def test_a_killed_writer_s_files_are_no_checkpoints_and_go_with_the_old_ones(linear, tmp_path):

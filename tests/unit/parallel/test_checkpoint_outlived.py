@@ -93,17 +93,16 @@ def damage(directory, rank: int, step: int) -> None:
     path.write_bytes(data)
 
 
-def resumed(directory, rank: int, world_size: int) -> Resumption:
+def resumed(directory, rank: int, world_size: int) -> Resumption | None:
     replica = Replica(Environment(rank=rank, world_size=world_size))
     layout = checkpoint.layout_of({"w": torch.ones(3), "queue": torch.ones(2)})
     saving = Checkpoints(directory, resume="auto")
-    found = checkpoint.find_resumption(saving, layout, {"w"}, replica)
-    assert found is not None
-    return found
+    return checkpoint.find_resumption(saving, layout, {"w"}, replica)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_only_the_progress_of_what_is_left_behind_is_taken(tmp_path, caplog, world_size):
+    save(tmp_path, facts(0, 80, world_size=1, run_id="alone"), 9.0)  # before it joined these two
     save(tmp_path, facts(0, 3200, ended=((1, 0),)), 100.0)
     save(tmp_path, facts(1, 80), -1.0)
     for rank in range(world_size):
@@ -164,9 +163,9 @@ def test_who_has_no_whole_file_goes_on_from_the_next_and_after_the_last_from_the
 
 
 def test_files_that_are_in_the_mean_count_no_more(tmp_path):
-    """Three go on from it: one that joined, so it does not know of the mean, one saves nothing."""
+    """Three go on from it, and one saves nothing. A worker that has joined knows of no mean."""
     for rank in range(4):
-        save(tmp_path, facts(rank, 800, world_size=4, num_means=1), 1.0)
+        save(tmp_path, facts(rank, 800, world_size=4, num_means=int(rank > 0)), 1.0)
     save(tmp_path, facts(0, 880, run_id="second", num_means=2, world_size=3), 2.0)
     save(tmp_path, facts(1, 880, run_id="second", world_size=3), 3.0)
     assert {rank: len(saved) for rank, saved in saved_in(tmp_path).items()} == {0: 1, 1: 1}

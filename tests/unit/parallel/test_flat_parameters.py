@@ -84,7 +84,7 @@ def test_the_segments_by_role_are_the_aligned_memory_of_the_module():
 
 
 def test_only_statistics_of_norms_are_averaged_and_others_by_name():
-    """A queue, a mask, u of spectral norm, a counter, an fp8 scale; an empty one stays."""
+    """A queue, a mask, u of spectral norm, a counter, an fp8 scale, integers; empty ones stay."""
     net = nn.Sequential(nn.BatchNorm1d(3), spectral_norm(nn.Linear(3, 3)), nn.Linear(9, 9))
     for name, value in {
         "queue": torch.randn(3, 4),
@@ -95,6 +95,8 @@ def test_only_statistics_of_norms_are_averaged_and_others_by_name():
         "running_mean": torch.ones(2),  # without a variance it is no norm's
     }.items():
         net.register_buffer(name, value)
+    net[0].register_buffer("peak", torch.ones(3))
+    net[2]._buffers.update(running_mean=torch.tensor(3), running_var=torch.tensor(4))
     before = {name: value.clone() for name, value in net.state_dict().items()}
 
     def averaged(**options):
@@ -123,8 +125,7 @@ def test_channels_last_stays_and_is_part_of_the_description():
     assert last.conv.weight.is_contiguous(memory_format=torch.channels_last)
     assert not last.conv.weight.is_contiguous()
     assert plain_lines != last_lines
-    line = ("bias (float32, trained, segment 0)", (2,))
-    assert flatten(nn.Linear(3, 2)).description()[1] == line
+    assert flatten(nn.Linear(3, 2)).description()[1] == ("bias (float32, trained, segment 0)", (2,))
 
 
 def test_chunks_are_larger_on_an_accelerator_or_as_the_variable_says(monkeypatch):
@@ -282,12 +283,11 @@ def test_a_frozen_base_is_left_alone_and_what_moves_in_it_is_told(caplog):
     flat = flatten(net)
     assert {segment.role for segment in flat.state.segments} == {Role.TRAINED}
     assert net["base"].weight.data_ptr() == place
-    assert flat.frozen_names() == {f"base.{name}" for name, _ in net["base"].named_parameters()}
+    assert flat.frozen_names() == {f"base.{name}" for name in net["base"].state_dict()}
     flat.check()
     flat.check()
     assert not caplog.records
-    with torch.no_grad():
-        net["base"].bias.data.mul_(0.99)
+    net["base"].bias.data.mul_(0.99)
     flat.check()
     flat.check()
     (record,) = caplog.records

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from gossipdp import Checkpoints, GossipDataParallel, Monitor, ProgressLR
 from gossipdp.dynamics.state import State
 from gossipdp.errors import ModelChangedError
+from gossipdp.links.sockets import listen
 from gossipdp.parallel import worker as worker_module
 from gossipdp.parallel.hooks import warn_of_step_counters
 
@@ -246,20 +247,20 @@ def test_a_model_that_is_closed_ends_what_its_thread_has_others_do(linear, monke
     assert threads() == []
 
 
-@pytest.mark.parametrize(
-    ("owner", "what"),
-    [(worker_module, "kept_moments"), (worker_module.Worker, "start"), (worker_module, "Hooks")],
-)
-def test_a_model_that_cannot_be_wrapped_leaves_no_thread(monkeypatch, owner, what):
+@pytest.mark.parametrize("what", ["kept_moments", "Worker.start", "Worker._start_thread", "Hooks"])
+def test_a_model_that_cannot_be_wrapped_leaves_neither_thread_nor_port(monkeypatch, what):
     """One so large that its boundaries have helpers, wherever the wrapping fails."""
-    monkeypatch.setattr(owner, what, full)  # a mock would keep what its traceback holds
+    monkeypatch.setattr(f"gossipdp.parallel.worker.{what}", full)  # a mock would keep a traceback
+    place, opened = "gossipdp.parallel.entry.listen", []
+    monkeypatch.setattr(place, lambda *at: opened.append(listen(*at)) or opened[-1])
     monkeypatch.setattr("gossipdp.dynamics.state.LEAST_HELPED_VALUES", 1)
     monkeypatch.setenv("GOSSIPDP_KERNELS", "numba")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     net = nn.Linear(2, 1)
     with pytest.raises(OSError, match="No space left"):
-        GossipDataParallel(net, sgd(net))
+        GossipDataParallel(net, sgd(net), monitor=Monitor(status_port=0))
     assert threads() == []
+    assert [each.fileno() for each in opened] == [-1] * (what in ("Worker._start_thread", "Hooks"))
 
 
 @pytest.mark.parametrize("end", ["none", "close", "consolidate", "wrap again"])

@@ -216,10 +216,9 @@ def test_loading_a_target_network_breaks_no_exchange_off(wrap, monkeypatch):
     """It is averaged at the end alone: no exchange holds a part of it."""
     net = nn.ModuleDict({"online": nn.Linear(2, 2), "target": nn.Linear(2, 2)})
     model = wrap(net, torch.optim.SGD(net["online"].parameters(), 0.1))
-    held = []
-    monkeypatch.setattr(model._worker._loop, "hold", lambda: held.append(True))
+    monkeypatch.setattr(model._worker._loop, "hold", hold := Mock())
     net["target"].load_state_dict(net["online"].state_dict())
-    assert not held
+    hold.assert_not_called()
     assert torch.equal(net["target"].weight, net["online"].weight)
 
 
@@ -401,13 +400,14 @@ def test_what_has_no_average_is_left_alone(wrap_sgd):
 
 
 def test_consolidate_closes_and_the_module_trains_on_alone_and_a_state_dict_stays(wrap_sgd):
-    net = make()
-    model, optimizer = wrap_sgd(net)
+    model, optimizer = wrap_sgd(net := make())
+    worker = model._worker
     kept = copy.deepcopy(before := model.state_dict())
     train_step(model, optimizer, 0)
     assert all(torch.equal(before[name], kept[name]) for name in kept)
     result = model.consolidate()
     assert (result.world_size, result.consensus_distance, result.gradient_steps) == (1, 0.0, 1)
+    assert worker._protocol.consolidation.total_chunks == len(worker._state.all_chunks)
     train_step(model, optimizer, 1)
     assert model.stats().gradient_steps == 1
     with pytest.raises(RuntimeError, match="before"):

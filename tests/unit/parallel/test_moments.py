@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gossipdp import Counting, Exchange, GossipDataParallel
 from gossipdp.dynamics.chunks import Moment
 from gossipdp.dynamics.state import Segment
-from gossipdp.parallel.moments import DEFAULT_PERIOD, MOST_REPLACED, chosen_moments
+from gossipdp.parallel.moments import DEFAULT_PERIOD, chosen_moments
 
 ADAMW = torch.optim.AdamW
 
@@ -297,7 +297,8 @@ def test_workers_with_other_moments_or_periods_are_refused():
     ("beta_2", "moments", "expected"),
     [
         (0.99, True, [4, 8, 12]),  # one in four, or one in a quarter of their memory
-        (0.9, True, [3, 6, 9, 12]),
+        (0.875, True, [2, 4, 6, 8, 10, 12]),  # a quarter is 2 steps
+        (0.88, True, [3, 6, 9, 12]),  # a quarter is 2.1 steps
         (0.9, {"exp_avg_sq": 5}, [5, 10]),  # periods that are named count exchanges
     ],
 )
@@ -384,7 +385,7 @@ def test_an_optimizer_that_makes_its_tensors_anew_is_left_out_with_a_warning(wra
     net = make_net()
     optimizer = OwnOptimizer(list(net.parameters())[:4], torch.ones_like, at_step=None)
     model = wrap(net, optimizer, exchange=Exchange(moments={"kept": 4}))
-    stepped(optimizer, MOST_REPLACED)
+    stepped(optimizer, 3)
     assert age_of(model) > 0
     give(model, 3.0)
     stepped(optimizer, 1)
@@ -416,9 +417,9 @@ def test_after_one_huge_gradient_parameters_are_exchanged_as_before(wrap, caplog
 
 def test_an_optimizer_that_counts_no_steps_has_no_bias_to_correct(wrap):
     net = make_net()
-    optimizer = OwnOptimizer(net.parameters(), torch.ones_like)
-    model = wrap(net, optimizer, exchange=Exchange(moments={"kept": 4}))
+    optimizer = OwnOptimizer(net.parameters(), torch.ones_like, key="exp_avg_sq")
+    optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+    model = wrap(net, optimizer, exchange=Exchange(moments={"exp_avg_sq": 4}))
     stepped(optimizer, 3)
     moment = moments_of(model)[0].moment
-    assert moment == Moment("kept", 4, decay=0.0, steps=3)
-    assert moment.mass == 1.0
+    assert (moment, moment.mass) == (Moment("exp_avg_sq", 4, decay=0.0, steps=3), 1.0)

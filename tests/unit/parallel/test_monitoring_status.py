@@ -68,7 +68,7 @@ def test_a_worker_tells_how_far_it_is(make, tmp_path, method):
     configuration = RunLog.read(tmp_path).workers[0].start.configuration
     known = {"budget_samples": 64, "comm_rate": 0.5, "timeout_s": 2.0, "seed": 7}
     assert {name: configuration[name] for name in known} == known
-    assert not math.isnan(status.since_step_s)
+    assert 0.0 <= status.since_step_s < 60.0, "not since the boot"
     (own,) = status.members
     assert (own.rank, own.state, own.status_address) == (0, "training", address)
     assert wait_until(lambda: ask_anew(model, address).members[0].since_step_s, "a look at it") > 0

@@ -84,6 +84,13 @@ def test_a_copy_that_is_to_be_exchanged_is_none_of_our_business(wrap):
     train(wrap, AVERAGE, exchange=Exchange(moments={"average": 1}))
 
 
+def test_of_parameters_that_begin_alike_the_first_is_named():
+    alike = [nn.Parameter(torch.arange(6.0, dtype=torch.bfloat16)) for _ in range(2)]
+    names = {id(parameter): f"number {index}" for index, parameter in enumerate(alike)}
+    with pytest.raises(ValueError, match="'masters' of parameter 'number 0'"):
+        OptimizerWatch(MastersAside(alike), names, is_moved=True).stepped()
+
+
 ORDINARY = {
     name: kind
     for name, kind in sorted(vars(torch.optim).items())
@@ -175,6 +182,7 @@ def test_a_copy_lies_between_the_values_before_and_after_the_step():
         assert _is_between(before + at * step, before, before + step) is is_copy, at
     for size, proves in ((1.0, True), (1.01, False)):  # a step is no larger than the parameter
         assert _is_telling(nn.Parameter(before), 0.0, before, before + size * step) is proves
+    assert not _is_telling(nn.Parameter(before[:3]), 0.0, before[:3], before[:3]), "by chance"
     assert _sample(torch.arange(1000.0)).tolist() == [*range(0, 1000, 4)], "256 values at most"
 
 
@@ -183,10 +191,8 @@ def test_a_gradient_hides_a_copy_only_where_it_looks_like_the_parameter(scale, i
     """``scale``: of the parameter to the gradient; None: they are orthogonal."""
     before = torch.tensor([3.0, -3.0, 4.0, -4.0], dtype=torch.float64)
     parameter = nn.Parameter(before.clone())
-    unlike = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
-    parameter.grad = unlike if scale is None else before / scale
-    after = before - 0.1 * parameter.grad
-    assert _is_telling(parameter, 0.0, before, after) is is_telling
+    parameter.grad = before.new_tensor([1, 1, -1, -1]) if scale is None else before / scale
+    assert _is_telling(parameter, 0.0, before, before - 0.1 * parameter.grad) is is_telling
     parameter.grad = before.roll(2)  # its fit, 0.96 of it, lies half way to this end of the step
     assert not _is_telling(parameter, 0.0, before, 1.92 * parameter.grad - before)
 

@@ -1,6 +1,5 @@
 """Layouts of states: every bit comes back, and a hostile layout is refused."""
 
-import contextlib
 from collections import Counter, OrderedDict
 
 import msgspec
@@ -57,22 +56,20 @@ states = st.recursive(
 
 @given(states, st.sampled_from([0, 16, 1000]))
 @example({-(1 << 63): -(1 << 63) - 1, (1 << 64) - 1: [1 << 64, (1 << 2048) - 1]}, 16)
+@example([torch.ones(4), torch.arange(6.0).view(2, 3).T], 16)  # of 16 bytes, and of 24
+@example(msgspec.msgpack.decode(b"\x91" * 64 + b"\x01"), 16)
 @settings(max_examples=80, deadline=None)
 def test_what_comes_back_is_what_was_packed(state, inline_bytes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "INLINE_BYTES", inline_bytes)
         assert_bitwise(there_and_back(state), state)
+        assert all(flat.nbytes > inline_bytes for flat in pack(state)[1])
 
 
 def test_dicts_of_other_classes_are_plain_ones_and_counters_count():
-    counter = Counter([3, 3, 5])
-    decoded = there_and_back({"ordered": OrderedDict(a=1), "counter": counter})
-    assert type(decoded["ordered"]) is dict
-    assert list(decoded["counter"].elements()) == list(counter.elements())
-
-
-WITHIN_ITSELF = []
-WITHIN_ITSELF.append(WITHIN_ITSELF)
+    ordered, counter = there_and_back([OrderedDict(a=1), Counter([3, 3, 5])])
+    assert type(ordered) is dict
+    assert list(counter.elements()) == [3, 3, 5]
 
 
 @pytest.mark.parametrize(
@@ -88,27 +85,12 @@ WITHIN_ITSELF.append(WITHIN_ITSELF)
         (1j, r"builtins.complex"),
         ({1 << 64: 1}, r"a key of state\['a'\]\[1\] is a builtins.int, which cannot be saved"),
         ({-(1 << 63) - 1: 1}, r"a key of state\['a'\]\[1\] is a builtins.int, which cannot"),
-        (WITHIN_ITSELF, "nested deeper than 64, or within itself"),
+        (msgspec.msgpack.decode(b"\x91" * 63 + b"\x01"), "nested deeper than 64, or within itself"),
     ],
 )
 def test_what_cannot_be_saved_is_named_with_its_place(value, message):
     with pytest.raises(ValueError, match=message):
         pack({"a": [0, value]})
-
-
-STATE = {"state": {0: {"step": torch.tensor(3.0), "t": (1, [None, 2.5])}}, "x": torch.ones(99)}
-LAYOUT, TENSORS = pack(STATE)
-
-
-@given(st.data())
-@settings(max_examples=250, deadline=None)
-def test_damage_is_a_value_error_or_another_state(data):
-    damaged = bytearray(LAYOUT)
-    for _ in range(data.draw(st.integers(1, 4))):
-        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
-    cut = data.draw(st.integers(0, 3))
-    with contextlib.suppress(ValueError):
-        unpacked(bytes(damaged[: len(damaged) - cut]), TENSORS)
 
 
 def tensor(dtype="F32", shape=(2, 2), *rest) -> Ext:
@@ -125,7 +107,6 @@ TUPLE, COUNTER = Ext(Mark.TUPLE, b""), Ext(Mark.COUNTER, b"")
         (b"\x91" * 65 + b"\x01", "nested deeper than 64"),
         (b"\x92\xd4\x01\x00" * 65 + b"\x01", "nested deeper than 64"),
         (b"\x81\x01" * 65 + b"\x01", "nested deeper than 64"),
-        (b"\xc1", "malformed"),
         (b"\x01\x02", "trailing"),
         ([b"bytes"], "a layout holds a bytes"),
         (Ext(77, b""), "a layout holds a Ext"),
@@ -136,17 +117,15 @@ TUPLE, COUNTER = Ext(Mark.TUPLE, b""), Ext(Mark.COUNTER, b"")
         ({(1, 2): 3}, "a key in a layout is a tuple"),
         ({b"key": 3}, "a key in a layout is a bytes"),
         (tensor(dtype="object"), "unknown type 'object'"),
-        (tensor(dtype=["F32"]), "Expected `str`"),
         (tensor(shape=[-1]), ">= 0"),
-        (tensor(shape=[1 << 61, 1 << 61]), "a shape that no tensor has"),
+        (tensor(shape=[1 << 30, 1 << 30]), "a shape that no tensor has"),
         (tensor(shape=[(1 << 64) - 1, 0]), "a shape that no tensor has"),
         (tensor(shape=[1] * 65), "a shape that no tensor has"),
         (tensor("F32", [2, 2], [0, 0]), "the order of a tensor"),
         (tensor("F32", [2, 2], [], b"123"), "3 bytes of a tensor that takes 16"),
         (tensor("F32", [2, 2], [], None, "os.system"), "at most length"),
         (Ext(Mark.TENSOR, b""), "truncated"),
-        ([tensor(), tensor()], "not what is described"),
-        (tensor(shape=(3,)), "not what is described"),
+        (tensor(shape=[(1 << 60) - 1, *[1] * 63]), "not what is described"),
         (tensor(dtype="I32"), "not what is described"),
     ],
 )

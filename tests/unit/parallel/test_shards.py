@@ -191,9 +191,9 @@ def test_a_replica_adds_up_samples_and_knows_of_the_others_once(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     given = [Agreed(3, 50, is_ending=True), Agreed(5, 48, is_stopped=True, is_lead=True)]
     for shard, own in enumerate(given):
-        replica = Replica(Environment(shard=shard, num_shards=2), group=object())
-        agreed = replica.agree(own)
+        agreed = Replica(Environment(shard=shard, num_shards=2), object()).agree(own)
     assert agreed == Agreed(8, others_samples=50, is_stopped=True, is_ending=True)
+    assert not any(Agreed()), "nothing is so before anybody says it"
 
 
 def test_a_process_whose_replica_has_lost_another_says_so(monkeypatch):
@@ -201,10 +201,9 @@ def test_a_process_whose_replica_has_lost_another_says_so(monkeypatch):
         raise RuntimeError("Connection closed by peer [10.0.0.1]:4000\nException raised from ...")
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    replica = Replica(Environment(shard=1, num_shards=2), group=object())
     message = r"which holds shard 1, cannot go on: .* \(Connection closed by peer \[.*\]:4000\)$"
     with pytest.raises(PeerLostError, match=message):
-        replica.agree(Agreed(3))
+        Replica(Environment(shard=1, num_shards=2), object()).agree(Agreed(3))
 
 
 def test_each_shard_has_files_of_its_own(tmp_path):
@@ -213,9 +212,8 @@ def test_each_shard_has_files_of_its_own(tmp_path):
     assert (saving.directory, saving.resume) == (tmp_path / "shard-1-of-2", "auto")
     assert replica.own_files(Checkpoints()) == Checkpoints()
     (tmp_path / "shard-0-of-2").mkdir()
-    other = Replica(Environment(shard=3, num_shards=4))
     with pytest.raises(ValueError, match=r"replicas of 2 processes, and here a replica has 4"):
-        other.own_files(Checkpoints(resume=tmp_path))
+        Replica(Environment(shard=3, num_shards=4)).own_files(Checkpoints(resume=tmp_path))
     with pytest.raises(ValueError, match=r"replicas of 2 processes, and here a replica has 1"):
         Replica(Environment()).own_files(Checkpoints(tmp_path))
 

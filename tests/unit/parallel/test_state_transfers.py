@@ -1,6 +1,6 @@
 """Taking and giving states, over a gossip thread that answers at once."""
 
-from concurrent.futures import Future
+from math import nan
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +16,11 @@ from gossipdp.parallel import training_state
 from gossipdp.parallel.training_state import Arriving, BetweenSteps
 
 
-def given(learning_rate: float, gradient: float = 1.0) -> Offer:
+def given(learning_rate: float, gradient: float = 1.0, num_values: int = 384) -> Offer:
     """Return the state of an AdamW after its first step, as its worker gives it."""
-    weight = nn.Parameter(torch.ones(3))
+    weight = nn.Parameter(torch.ones(num_values))
     optimizer = torch.optim.AdamW([weight], lr=learning_rate)
-    weight.grad = torch.full((3,), gradient)
+    weight.grad = torch.full_like(weight, gradient)
     optimizer.step()
     return BetweenSteps([optimizer])._describe()
 
@@ -44,10 +44,8 @@ class Peers:
         self.protocol = SimpleNamespace(rank=2, membership=membership)
         self.transfers = self
 
-    def call(self, function) -> Future:
-        done = Future()
-        done.set_result(function())
-        return done
+    def call(self, function) -> SimpleNamespace:
+        return SimpleNamespace(result=function)
 
     def check(self) -> None: ...
 
@@ -81,7 +79,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-STATE = State([Segment(torch.ones(3), Role.TRAINED)])
+STATE = State([Segment(torch.ones(24), Role.TRAINED)])
 
 
 def take(peers, *, is_start=False):
@@ -94,12 +92,14 @@ def test_the_nearest_gives_and_after_one_that_dies_the_next_gives_all(peers):
     assert (rate_of(take(peers)), peers.asked) == (0.25, [1, 4])
 
 
-@pytest.mark.parametrize("bad", [given(0.5, float("nan")), Offer(b"garbage", [], lambda *_: True)])
-def test_a_poisoned_or_damaged_optimizers_state_is_not_taken(peers, bad):
+@pytest.mark.parametrize("bad", [given(0.5, nan), given(0.5, 1.0, 385), Offer(b"waste", [], bool)])
+def test_a_poisoned_too_large_or_damaged_state_is_not_taken(peers, monkeypatch, bad):
+    """A state may take 32 bytes for each of the 96 that this worker has itself."""
+    monkeypatch.setattr(training_state, "OTHER_TRAINING_BYTES", 0)
     peers.states = {1: [bad], 0: [given(0.25)]}
     assert rate_of(take(peers)) == 0.25
     with pytest.raises(PeerLostError, match="worker 1 cannot give its state"):
-        training_state.fetch_state(peers, peers, 1, Arriving(1 << 20), 1.0)
+        training_state.fetch_state(peers, peers, 1, Arriving(3072), 1.0)
 
 
 def test_being_turned_away_for_ever_is_no_progress(peers, clock):

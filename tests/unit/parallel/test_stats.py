@@ -8,7 +8,7 @@ from gossipdp.gossip.counters import Counters
 from gossipdp.gossip.exchange import CompletedExchange
 from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.status import MemberStatus
-from gossipdp.parallel.stats import view_of, warn_of_no_average
+from gossipdp.parallel.stats import Consolidated, view_of, warn_of_no_average, warn_of_steps_after
 from gossipdp.protocol.actions import Notice
 from gossipdp.protocol.members import Member, Status
 
@@ -37,6 +37,15 @@ def test_who_says_that_a_run_has_no_average(caplog, statuses, lost_ago_s, is_ear
             warn_of_no_average(each.rank, seen, is_early, timeout_s=5.0, newest=None)
     said = [f"worker {rank} ends without consolidate()" for rank in speakers]
     assert [message.partition(": ")[0] for message in caplog.messages] == said
+
+
+def test_a_worker_that_ended_long_before_the_others_is_told_so(caplog):
+    for own, later in ((100, 49), (100, 50), (600, 59), (600, 60)):
+        steps = {0: own, 1: 300 + later - 5, 2: 5}  # it had not heard of the last
+        warn_of_steps_after(0, {1: 300}, Consolidated(0.0, 3, 0, 0, steps))
+    text = "worker 0 ended after {} steps of its own, and then the others made {}"
+    told = [each.partition(" more. ")[0] for each in caplog.messages]
+    assert told == [text.format(*of) for of in ((100, 50), (600, 60))]
 
 
 def test_the_members_are_shown_by_rank_with_all_that_is_known_of_each():

@@ -20,6 +20,7 @@ from gossipdp import logs
 from gossipdp.dynamics.state import State
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.counters import Counters
+from gossipdp.gossip.joining import RunEndingError
 from gossipdp.launcher import rendezvous
 from gossipdp.launcher.environment import UNKNOWN_RANK, Environment
 from gossipdp.launcher.reports import ReportChannel, report_variables
@@ -35,8 +36,7 @@ from gossipdp.protocol.messages import Accept, ExchangeId, Members, Propose
 from gossipdp.protocol.neighbours import Fresh
 from gossipdp.protocol.pairing import Pairing
 
-ASKED = ExchangeId(0, 0, 1)
-"""Worker 0 asked for the exchange that runs: its end serves none of this worker's demands."""
+ASKED = ExchangeId(0, 0, 1)  # worker 0's exchange, whose end serves none of this worker's demands
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,6 @@ def test_the_lead_is_the_live_worker_of_the_lowest_rank(linear, monkeypatch, sta
     assert leads == [lead]
 
 
-OTHERS = (ProgressEntry(1, 50, samples=80, steps=8), ProgressEntry(2, 60, samples=7, steps=1))
-
-
 class Counting(Worker):
     """As much of a worker as counts, of what it has ``_heard``."""
 
@@ -156,31 +153,34 @@ class Counting(Worker):
 
 def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once():
     worker, before = Counting(), Progress(3, 11)
-    before.merge_all(OTHERS, 0.0)
+    before.merge_all([ProgressEntry(1, 50, 80, 8), ProgressEntry(2, 60, 7, 1)], 0.0)
     worker.rank, worker._heard = 3, before
     for samples in (10, 20):
         worker.train(samples)
+    taken, given_up = SupersededError("another process has this rank"), []
 
     def join() -> None:
+        if len(given_up) == 1:  # the next rank is taken too
+            raise taken
         assert worker.rank == 3, "it joins once"
         worker.rank, worker._heard = 4, Progress(4, 12)
         worker._heard.merge_all(before.news()[0], 0.0)
 
-    worker._give_up_rank, worker._join_once = lambda superseded: None, join
+    worker._give_up_rank, worker._join_once = given_up.append, join
     worker._rendezvous, logged = SimpleNamespace(mark_ready=lambda rank: None), []
     worker.monitoring = SimpleNamespace(come_again=lambda: logged.append(worker.rank))
-    worker.come_again(SupersededError("another process has rank 3"))
+    worker.come_again(taken)
     worker.train(5)
-    assert [worker.rank] == logged == [4]
+    assert (worker.rank, logged, given_up) == (4, [4], [taken, taken])
     assert worker.total_samples() == 80 + 7 + 30 + 5 == worker._heard.total_samples
     assert worker.counts() == Counts(step=1, steps=1, samples=5)
     assert worker._heard.by_rank() == {1: (80, 8), 2: (7, 1), 3: (30, 2), 4: (5, 1)}
 
 
 def test_a_replica_joins_under_a_rank_that_was_its_own_for_a_time_out(monkeypatch):
-    """Another one has the first that it was given, as it hears after 0.9 s."""
+    """Another has the first, as it hears after 0.9 s. Its processes count on from one number."""
     worker, clock, looks, joined, given_up = Counting(), Clock(), count(), [], []
-    worker.rank, worker._network = 3, SimpleNamespace(timeout_s=1.0)
+    worker.rank, worker._network, worker.before = 3, SimpleNamespace(timeout_s=1.0), Counts(9, 2, 5)
     disputed, ranks = SupersededError("another process has rank 3"), []
 
     def check() -> None:
@@ -188,14 +188,17 @@ def test_a_replica_joins_under_a_rank_that_was_its_own_for_a_time_out(monkeypatc
         if len(joined) == 1 and clock.now_s > 0.85:
             raise disputed
 
-    worker._thread, worker.replica.first_says = SimpleNamespace(check=check), lambda own: own or 4
+    worker._thread, worker._rendezvous = SimpleNamespace(check=check), SimpleNamespace(joins=True)
+    worker.replica = SimpleNamespace(is_sharded=True, first_says=lambda own: own or 4)
+    worker.replica.gather = lambda *of: ((own, 5) for own in of)  # the other process's are 5
     worker._join, worker._give_up_rank = lambda: joined.append(clock.now_s), given_up.append
+    worker._share_cores = lambda: ranks.append(worker._environment.rank)
     monkeypatch.setattr(entry, "time", SimpleNamespace(monotonic=clock, sleep=clock.sleep))
+    joiner = Environment(UNKNOWN_RANK, num_shards=2, join=(("10.0.0.1", 9),), unique_run_id=True)
     for shard in (0, 1):  # the second joins when it hears of the rank
-        worker._environment = Environment(world_size=5, shard=shard, num_shards=2)
-        worker._join_with_one_rank()
-        ranks.append(worker._environment.rank)
-    assert (given_up, ranks) == ([disputed], [3, 4])
+        worker._environment = dataclasses.replace(joiner, shard=shard)
+        worker.start()
+    assert (given_up, ranks, worker.before) == ([disputed], [3, 4], Counts(9, 5, 5))
     assert joined == pytest.approx([0.0, 0.9, 1.9], abs=0.11)
 
 
@@ -223,6 +226,11 @@ def test_one_that_joins_goes_on_after_the_newest_file_of_its_rank(linear, monkey
         found.append((worker.rank, worker.incarnation, worker._restarts, worker.before))
     again = 0, 3, 3
     assert found == [(*again, Counts(3, 3, 3)), (*again, Counts(9, 3, 3)), (1, 0, 0, Counts())]
+    monkeypatch.setattr(entry, "has_ended", lambda *_: True)
+    for restarts, error, text in ((0, RunEndingError, "has ended while"), (1, SystemExit, "^0$")):
+        worker._environment = dataclasses.replace(worker._environment, num_restarts=restarts)
+        with pytest.raises(error, match=text):
+            worker._join()
 
 
 def test_only_the_first_model_of_a_script_says_where_to_join_it(wrap_sgd, monkeypatch):
@@ -334,8 +342,8 @@ def test_a_joiner_that_loads_before_its_first_step_is_told_so(linear, monkeypatc
     assert caplog.text.count("load them into the module before you wrap it") == 1
 
 
-@pytest.mark.parametrize(("given", "threads"), [(6, 4), (2, 2)])
-def test_one_that_joins_takes_its_share_of_its_host(wrap_sgd, monkeypatch, given, threads):
+@pytest.mark.parametrize(("shards", "given", "threads"), [(1, 6, 4), (1, 2, 2), (2, 6, 2)])
+def test_one_that_joins_takes_its_share_of_its_host(wrap_sgd, monkeypatch, shards, given, threads):
     """It has 8 cores, beside a live worker; a dead one and one elsewhere count for nothing."""
     worker, told = wrap_sgd(nn.Linear(2, 2))[0]._worker, []
     own = worker._protocol.membership.own
@@ -344,6 +352,7 @@ def test_one_that_joins_takes_its_share_of_its_host(wrap_sgd, monkeypatch, given
     monkeypatch.setattr(worker, "_call", lambda function: members)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(worker.replica, "environment", Environment(num_shards=shards))
     monkeypatch.setattr(torch, "get_num_threads", lambda: given)
     monkeypatch.setattr(torch, "set_num_threads", told.append)
     worker._share_cores()

@@ -3,7 +3,7 @@
 import pytest
 from consolidation import epoch
 
-from gossipdp.protocol.actions import AverageEnded, FinishChunk, Forget, Send
+from gossipdp.protocol.actions import AverageEnded, FinishChunk, Forget, Send, SendPartial
 from gossipdp.protocol.averages import MAX_REQUESTS, LiveAverages
 from gossipdp.protocol.messages import AskAverage, Epoch, PullPartials, Stalled, TellAverage
 from gossipdp.protocol.reduction import GRACE, REPEAT_AFTER, STALLED_AFTER, WINDOW
@@ -38,8 +38,8 @@ def test_the_sum_of_a_caller_that_died_is_forgotten():
         assert leaf.receive(2, pull) == [], "not its parent"
     assert leaf.review({0, 1}) == [], "a death elsewhere is for the caller to see"
     assert leaf.review({1, 2}) == [Forget(epoch(1))]
-    assert leaf.is_idle
     leaf.receive(0, ask(1, 0, 1, 2))
+    assert SendPartial(0, epoch(1), 8) in leaf.receive(0, PullPartials(epoch(1), 8, NUM_CHUNKS))
     quiet = [leaf.tick({0}, {}) for _ in range(24)]
     assert quiet.index([Forget(epoch(1))]) == 23, "its caller must have given it up"
 
@@ -51,7 +51,6 @@ def test_an_average_to_which_nobody_gives_ends_at_once():
 
 
 def test_a_child_whose_values_are_of_no_use_is_left_out():
-    """The request goes on: it once waited for ever, and its caller with it."""
     root = worker(0)
     root.ask({0, 1, 2})
     root.cannot_give(epoch(1), 2, "NaN")
@@ -109,7 +108,6 @@ def test_a_request_gives_way_to_a_later_one_and_to_the_next_life_of_its_caller()
     leaf = worker(1)
     leaf.receive(0, ask(9, 0, 1))
     assert leaf.receive(0, ask(8, 0, 1, 2)) == [], "a late one of an earlier attempt"
-    assert leaf.sum_of(epoch(8)) is None
     assert leaf.sum_of(epoch(9)) is not None
     anew = AskAverage(Epoch(3, 0, 777), (0, 1, 2))
     leaf.receive(0, anew)
@@ -125,4 +123,6 @@ def test_who_takes_part_in_many_sums_says_that_it_cannot_in_one_more():
     (refused,) = leaf.receive(last - 1, ask(1, last - 1, last))
     reason = "it takes part in 64 averages already"
     assert refused == Send(last - 1, Stalled(epoch(1, last - 1), last, True, reason))
-    assert leaf.sum_of(epoch(1, last - 1)) is None
+    said = Stalled(epoch(1, last - 2), last, True, "NaN")
+    given_up = [Send(said.epoch.leader, said), Forget(said.epoch)]
+    assert leaf.cannot_give(said.epoch, last, "NaN") == given_up, "it took part in so many"

@@ -8,7 +8,7 @@ from driven_worker import protocol_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gossipdp.protocol.actions import Reach, Send
+from gossipdp.protocol.actions import Reach, Send, Unlink
 from gossipdp.protocol.liveness import FailureDetector
 from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.messages import AskLife, TellLife
@@ -62,8 +62,7 @@ class Watched:
         return answered_at - early * TIMEOUT_S
 
 
-# What happens to rank 1 and to this worker; the rank of one that asks about rank 1; and who may
-# have been asked about it, with what comes of that.
+# Events of rank 1 and this worker; ranks that ask about rank 1; ranks to be asked, with the outcome
 about_rank_1 = ["heard", "refused", "unreachable", "gone", "link lost"]
 answers = ["yes", "no", "no", "an old yes", "refuses", "gone", "link up"]
 detector_event = st.one_of(
@@ -116,8 +115,7 @@ def test_questions_answers_and_verdicts_are_those_of_a_model_after_every_event(
                 expected = tell(is_heard=False)
                 if watch is not None:
                     watch.is_refused |= event == "refused"
-                if watch is not None and watch.deadline is None:
-                    watch.inquire_at = now
+                    watch.inquire_at = now if watch.deadline is None else watch.inquire_at
             case "gone":
                 actions, expected, watch = made.gone(1), tell(is_heard=False), None
             case "link lost":
@@ -181,32 +179,34 @@ def test_questions_answers_and_verdicts_are_those_of_a_model_after_every_event(
 
 def test_only_the_watched_are_judged():
     made = detector(1, 2, linked=[1, 2, 3])
-    made._peers.fall_silent(TIMEOUT_S)  # so that none of them is asked
+    made.dial_failed(1, 0.0, is_refused=False)
+    made.poll(0.0)
+    made._peers.fall_silent(TIMEOUT_S)  # so that none of them is asked any more
+    (unlink,) = made.receive(3, TellLife(1, 1, is_heard=True), 5.0)
+    assert unlink == Unlink(1, "it is silent here, but others hear it")
     made.watch([2, 3], 5.0)
-    assert set(made.watched) == {2, 3}
-    assert made.next_deadline() == ASKED_AT  # rank 2, since the beginning
     for now, dead in [(TIMEOUT_S, [2]), (5.0 + TIMEOUT_S, [2, 3])]:
-        assert made.poll(now) == []
-        assert found_dead(made) == dead
+        assert (made.poll(now), found_dead(made)) == ([], dead)
 
 
 def test_questions_are_answered_each_in_its_own_time_and_those_about_strangers_at_once():
-    made = detector(live=[2], linked=[1])
-    assert made.receive(7, AskLife(1, 5), 0.0) == []
-    assert made.receive(7, AskLife(2, 6), 0.0) == [Reach(2, "10.0.0.2", 4002)]
+    made = detector(live=[1], linked=[2])
+    assert made.receive(7, AskLife(2, 5), 0.0) == []
+    assert made.receive(7, AskLife(1, 6), 0.0) == made.link_lost(1, 1.0) == [REACH]
     for rank in range(10, 1010):
         no = Send(7, TellLife(rank, 5, is_heard=False))
         assert made.receive(7, AskLife(rank, 5), 0.0) == [no]
-    assert made.poll(REACH_S) == [Send(7, TellLife(2, 6, is_heard=False))]
-    assert made.poll(TIMEOUT_S) == [Send(7, TellLife(1, 5, is_heard=False))]
+    assert made.poll(REACH_S) == [Send(7, TellLife(1, 6, is_heard=False))]
+    assert made.poll(TIMEOUT_S) == [Send(7, TellLife(2, 5, is_heard=False))]
     assert made.poll(100.0) == [], "nothing is kept"
 
 
 def test_no_inquiry_waits_for_a_witness_that_refuses():
     made = detector(1, 2, linked=[3])
     assert len(made.poll(ASKED_AT)) == 4, "the third is asked about both, and they about each other"
+    made.slept(ASKED_AT)
+    assert len(made.poll(2 * ASKED_AT)) == 4, "both inquiries begin anew after a sleep"
     for suspect, witness in ((1, 2), (2, 1)):
-        made.receive(witness, TellLife(suspect, counter=suspect, is_heard=False), ASKED_AT)
-    made.dial_failed(3, ASKED_AT, is_refused=True)
-    made.poll(TIMEOUT_S)
-    assert found_dead(made) == [1, 2]
+        made.receive(witness, TellLife(suspect, suspect + 2, is_heard=False), 2 * ASKED_AT)
+    made.dial_failed(3, 2 * ASKED_AT, is_refused=True)
+    assert (made.poll(ASKED_AT + TIMEOUT_S), found_dead(made)) == ([], [1, 2])

@@ -30,6 +30,23 @@ def test_even_ticks_meet_the_rate_whatever_the_durations(rate_per_step):
     assert num_ticks == pytest.approx(expected, abs=4 * math.sqrt(expected / 12) + 1)
 
 
+class Quarter(Random):
+    def random(self) -> float:
+        return 0.25
+
+
+def test_a_draw_says_how_much_of_a_gap_it_takes():
+    """So one seed of the simulator gives the same run."""
+    clock = StepClock(0.0, Quarter())
+    for now in range(5):
+        clock.step(now)
+    clock.set_rate(0.5)
+    assert clock.next_tick_at == 4.0 + 0.25 / 0.5
+    assert clock.ticks_due(4.5) == 1
+    clock.step(5)
+    assert clock.next_tick_at == 4.5 + 0.75 / 0.5
+
+
 clock_event = st.one_of(
     st.tuples(st.just("wait"), st.floats(0.0, 4.0, allow_subnormal=False)),
     st.tuples(st.sampled_from(["step", "step", "pause", "resume"]), st.none()),

@@ -13,10 +13,7 @@ from gossipdp.protocol.worker import WorkerProtocol
 
 
 def test_an_exchange_ends_where_nothing_of_it_comes_though_its_link_lives():
-    """A peer that accepts and then sends only heartbeats once held both ends for ever.
-
-    If it asks while it rests, it is told "closed" and waits to hear that this ended.
-    """
+    """Else a peer that accepts, and sends only heartbeats then, holds both ends for ever."""
     worker = make_worker(0, 2)
     worker.receive(0, ask(0), 1.0)
     assert of_type(run(worker, 1.0, 4.0, [0, 2]), Stop) == []
@@ -38,9 +35,11 @@ def test_an_exchange_ends_where_nothing_of_it_comes_though_its_link_lives():
 
 
 def test_a_sleep_within_an_exchange_is_no_gap_between_its_bytes():
-    worker = make_worker(0, 2)
-    run(worker, 0.0, 4.0, [0, 2])
-    assert of_type(worker.poll(4.0 + 0.9 * TIMEOUT_S), Notice) == [], "too short to be noticed"
+    for share, is_asked in ((0.49, True), (0.51, False), (0.9, False)):
+        worker = make_worker(0, 2)
+        actions = [each for number in (1, 2) for each in worker.poll(number * share * TIMEOUT_S)]
+        assert of_type(actions, Notice) == [], "too short to be noticed"
+        assert any(isinstance(each, say.AskLife) for each in said(actions)) is is_asked
     worker.receive(0, ask(0), 9.0)
     worker.progressed(3604.0)
     actions = worker.finished(say.ExchangeId(0, 0, 1), 3604.1)
@@ -94,15 +93,15 @@ def test_who_slept_blames_nobody_whatever_it_is_told_first(first, waits_for):
     assert notice.silent_s == 3600.0
 
 
-def test_the_clock_is_looked_at_even_where_there_is_nothing_to_wait_for():
-    """Or a long quiet time would look like a stall. No input puts off a tick of sums, either."""
-    worker = make_worker(*(), status=Status.JOINING)
-    now = 0.0
+@pytest.mark.parametrize("linked", [(), (0,)])
+def test_the_clock_is_looked_at_even_where_there_is_nothing_to_wait_for(linked):
+    """Or a long quiet time would look like a stall. No input puts off what is due, either."""
+    worker, now = make_worker(*linked, status=Status.JOINING), 0.0
     for _ in range(20):
         worker.poll(now)
         due = worker.next_deadline()
         assert now < due <= now + TIMEOUT_S / 4
-        worker.heard(0, (now + due) / 2)
+        worker.receive(0, say.Envelope(say.AskMembers()), (now + due) / 2)
         assert worker.next_deadline() == due
         now = due
 
@@ -126,10 +125,7 @@ def one_of_three(*done: int) -> WorkerProtocol:
 
 @pytest.mark.parametrize(("slept_s", "late_s"), [(0.0, 0.2), (3600.0, 0.6)])
 def test_the_average_goes_on_without_one_whose_training_hangs(slept_s, late_s):
-    """Its gossip thread beats, so that nothing else ends the wait for it.
-
-    A sleep is no part of that wait: others, which slept too, would be left out at once.
-    """
+    """Its gossip thread beats, so nothing else ends the wait. A sleep is no part of that wait."""
     worker, ends = one_of_three(2), 31.0 + slept_s
     worker.done(1.0, wait_s=30.0)
     run(worker, 1.0, 11.0, [0, 2])
@@ -241,9 +237,9 @@ def test_a_joiner_is_told_of_the_latest_of_a_forgotten_ranks_thousands_of_lives(
 
 
 def test_the_reasons_why_a_thousand_are_left_out_fit_one_message():
-    longest = "\U0001f600" * 200  # four bytes each
-    left_out = tuple(say.LeftOut((rank, 2**63 - 1), longest) for rank in range(1000))
-    begin = say.BeginEpoch(say.Epoch(1, 0, 70), ((0, 70),), None, left_out=left_out)
+    reason, epoch = "\U0001f600" * 200, say.Epoch(2**62, 2**20 - 1, 2**32 - 1)  # the longest
+    left_out = tuple(say.LeftOut((rank, 2**63 - 1), reason) for rank in range(1000))
+    begin = say.BeginEpoch(epoch, ((epoch.leader, 70),), None, left_out=left_out)
     data = say.encode(say.Envelope(begin))
     assert len(data) < MAX_CONTROL_BYTES
     assert say.decode(data).message == begin
