@@ -45,7 +45,7 @@ class PlanArguments:
     """Trained parameters of the model."""
 
     wire_format: WireFormatName = "auto"
-    """full, bfloat16 or lattice8: 4, 2 or 1 bytes a parameter; auto: 1, as from a CPU; GPUs: full."""
+    """full, bfloat16 or lattice8: 4, 2 or 1 bytes a parameter; auto: 1, as on CPUs; GPUs: full."""
 
     step_ms: float | None = option(None, rules.positive_number)
     """Duration of a gradient step."""
