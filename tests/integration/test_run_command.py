@@ -8,6 +8,8 @@ import pytest
 from run_processes import RunCommand, free_port, run_python, runs
 from waiting import LONGEST_S
 
+from gossipdp_lab.report.run_log import RunLog
+
 pytestmark = pytest.mark.processes
 
 # Both begin; then worker 0 fails, and worker 1 goes on until the launcher has written so.
@@ -49,6 +51,10 @@ def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(
     traceback, _, last = done.stderr.rpartition("gossipdp: at the end: worker 0 ")
     assert traceback.count("ValueError: no good") == 1
     assert last == "ended with exit code 1\n" + (2 * "gossipdp: worker {}: no room\n").format(0, 1)
+    # The report says how it ended: the process itself could not.
+    workers = RunLog.read(Path(logs)).workers
+    assert [each.reason for each in workers[0].process_ends] == ["ended with exit code 1"]
+    assert workers[1].process_ends == []
 
 
 def test_a_full_disk_under_its_own_lines_ends_no_run(tmp_path, without_torch):

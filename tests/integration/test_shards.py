@@ -58,7 +58,8 @@ def test_replicas_are_the_workers_of_the_run(one_mesh):
         assert seen.num_replicas == seen.num_averaged == 2
         assert seen.exchanges > 0
         # Counted over all processes, and all ended at the same step.
-        assert BUDGET <= seen.samples < 2 * BUDGET
+        # A count is up to ten steps late on its way: what is seen, and what is told.
+        assert BUDGET <= seen.samples < BUDGET + 2 * 2 * BATCH * 10
         assert torch.equal(seen.values, all_seen[0].values)
     assert all_seen[0].steps == all_seen[1].steps
     assert all_seen[2].steps == all_seen[3].steps

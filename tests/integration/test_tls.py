@@ -18,7 +18,8 @@ pytestmark = pytest.mark.processes
 
 def are_secured(model: GossipDataParallel) -> list[bool]:
     links = list(model._worker._loop.transport.links.values())
-    return [isinstance(link.stream, TlsStream) for link in links]
+    streams = [link.stream for link in links]
+    return [isinstance(it, TlsStream) and it.connection.version() == "TLSv1.3" for it in streams]
 
 
 def train_while_keys_are_renewed() -> tuple[int, list[list[float]]]:
