@@ -29,6 +29,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 WAITS = "the run is complete; waiting for worker ... to end, unless Ctrl+C ends it"
 OF_ANY_RUN = (
     *("starting ...; importing torch takes some seconds", "to add a worker: ...", WAITS),
+    "older checkpoints pull the newer ones back: ...",  # early in a run; the moment decides
     *("dialling rank ...: no handshake within 5 s", "dialling rank ...: Network is unreachable"),
 )
 SCRIPT = """

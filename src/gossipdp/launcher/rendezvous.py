@@ -127,12 +127,14 @@ class _Reference(msgspec.Struct, frozen=True):
 class _Arrival(msgspec.Struct, frozen=True):
     """The value that each worker publishes: the address on which it listens.
 
-    ``random_state`` is a digest of torch's random state; empty if the worker resumes.
+    ``random_state`` is a digest of torch's random state; empty if the worker resumes. The samples
+    are those of the run that its checkpoint knows of.
     """
 
     host: str
     port: int
     random_state: str = ""
+    known_samples: int = 0
 
     def __post_init__(self) -> None:
         ipaddress.ip_address(self.host)
@@ -144,12 +146,14 @@ class RendezvousResult:
     """The outcome of a rendezvous: the run's id and secret, and each worker's (host, port) by rank.
 
     ``common_random_state`` is the random state with which all workers begin; empty if they differ.
+    ``known_samples`` are those of the run that each worker's checkpoint knows of, by rank.
     """
 
     addresses: Mapping[int, tuple[str, int]]
     common_random_state: str
     run_id: str
     secret: bytes = dataclasses.field(repr=False)
+    known_samples: Mapping[int, int]
 
 
 class Rendezvous:
@@ -203,6 +207,7 @@ class Rendezvous:
         settings: Settings,
         secret: bytes | None = None,
         random_state: str = "",
+        known_samples: int = 0,
     ) -> RendezvousResult:
         """Publish this worker's address, compare settings with worker 0's, wait for all.
 
@@ -210,6 +215,7 @@ class Rendezvous:
             address: where this worker listens: a numeric host that the others reach, and a port.
             secret: all workers' common secret, instead of GOSSIPDP_SECRET.
             random_state: a digest of torch's random state here, to compare with the others'.
+            known_samples: those of the run that this worker's checkpoint knows of.
 
         Raises:
             RefusedError: this worker's settings or secret differ from worker 0's, or another has
@@ -221,7 +227,7 @@ class Rendezvous:
             check_secret(secret)
         secret = secret or environment.secret
         where = f"the store at {environment.store_host}:{environment.store_port}"
-        own = _Arrival(*address, random_state)
+        own = _Arrival(*address, random_state, known_samples)
         try:
             if self._store is None:
                 reference = self._reference(settings, secret)
@@ -250,7 +256,8 @@ class Rendezvous:
         made = (reference.secret or "").encode()
         states = {arrival.random_state for arrival in arrivals.values()}
         common = random_state if len(states) == 1 else ""
-        meeting = RendezvousResult(addresses, common, reference.run_id, secret or made)
+        samples = {rank: arrival.known_samples for rank, arrival in arrivals.items()}
+        meeting = RendezvousResult(addresses, common, reference.run_id, secret or made, samples)
         known = meeting.secret.decode() or None
         self.report(Report(addresses=addresses, run_id=meeting.run_id, secret=known))
         return meeting

@@ -34,7 +34,7 @@ from gossipdp.links.tcp import TcpTransport
 from gossipdp.links.tls import Tls
 from gossipdp.observe.status import MemberStatus
 from gossipdp.parallel import training_state
-from gossipdp.parallel.checkpoint import Counts, Facts, Resumption, ended_lives, saved_steps
+from gossipdp.parallel.checkpoint import Counts, Facts, Resumption, ended_lives, saved_steps, warn_of_older
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.moments import moments_due
 from gossipdp.parallel.options import Options
@@ -216,7 +216,12 @@ class Entry:
         with self._listening() as (listener, host):
             address = host, listener.getsockname()[1]
             state = random_state() if self.resumption is None else ""
-            meeting = self._rendezvous.meet(address, self.settings, self._secret, state)
+            progress = () if self.resumption is None else self.resumption.progress
+            known_samples = sum(entry.samples for entry in progress)
+            meeting = self._rendezvous.meet(
+                address, self.settings, self._secret, state, known_samples
+            )
+            warn_of_older(meeting.known_samples)
             if self._environment.shard == 0 and self.options.method != "none":
                 self._common_random_state = meeting.common_random_state
             # Process id 0 stands for "not heard of yet": the worker's own word supersedes it.
@@ -225,7 +230,6 @@ class Entry:
                 for rank, address in meeting.addresses.items()
                 if rank != self.rank
             )
-            progress = () if self.resumption is None else self.resumption.progress
             self._start_thread(listener, host, (meeting.run_id, meeting.secret), others, progress)
 
     def _start_thread(

@@ -50,7 +50,8 @@ def meet(
     def one(own: Environment) -> RendezvousResult:
         part = Rendezvous(own, shared, timeout_s=LONGEST_S, number=number)
         address = "127.0.0.1", 100 + own.rank
-        return part.meet(address, SETTINGS, random_state=random_states[own.rank])
+        state, samples = random_states[own.rank], 10 * own.rank
+        return part.meet(address, SETTINGS, random_state=state, known_samples=samples)
 
     with ThreadPoolExecutor(len(environments)) as pool:
         return list(pool.map(one, environments))
@@ -103,6 +104,7 @@ def test_all_learn_the_same_and_of_a_secret_that_strangers_may_read(host, given,
     first, *others = meet(environments, store)
     assert others == [first] * 2
     assert first.addresses == {rank: ("127.0.0.1", 100 + rank) for rank in range(3)}
+    assert first.known_samples == {0: 0, 1: 10, 2: 20}
     assert ("everyone who reaches the store at" in caplog.text) == warns
     published = json.loads(store.get(f"{KEYS}reference"))["secret"]
     assert first.secret == given.get("secret", (published or "").encode())

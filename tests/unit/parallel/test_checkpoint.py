@@ -17,6 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from gossipdp import Checkpoints, Counting, PoisonedError
+from gossipdp.parallel.checkpoint import warn_of_older
 from gossipdp.parallel.checkpoint_files import read_tensors, write_tensors
 
 pytestmark = pytest.mark.usefixtures("at_once")
@@ -162,6 +163,16 @@ def test_a_run_goes_on_from_another_directory_and_never_mixes_two(run, tmp_path)
     second, _, _ = run(tmp_path / "b", resume=tmp_path)
     assert second[0][0] == 5
     assert steps_saved(tmp_path / "b") == [20, 16, 12]
+
+
+def test_workers_with_far_older_checkpoints_are_named(caplog):
+    warn_of_older({0: 900, 1: 10_000, 2: 9_000, 3: 8_999})
+    (line,) = caplog.messages
+    assert "worker 1 knows of 10,000 " in line
+    assert " fewer: 0 (900), 3 (8,999). " in line
+    assert " folder worker-1 " in line
+    warn_of_older({0: 0, 1: 0})  # a fresh start
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize("what", ["values", "end", "facts"])
