@@ -5,6 +5,7 @@ By itself: ``python race_report.py RESULTS.json PICTURE.png`` draws what is in a
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -226,12 +227,20 @@ def final_losses(runs: Runs) -> dict[str, float]:
 
 
 def conclusion(condition: str, runs: Runs) -> str:
-    """Return the title of a panel: which row ends lowest, and how far below the next."""
-    (first, least), *others = final_losses(runs).items()
-    text = f"{PANELS.get(condition, condition)}: {short(first)} ends lowest"
-    if others:
-        text += f", {1 - least / others[0][1]:.1%} below {short(others[0][0])}"
-    return textwrap.fill(text, 58)
+    """Return the title of a panel: which row ends lowest, and how far below the next, by rounds.
+
+    If a round has it the other way round, the two end level.
+    """
+    first, *others = final_losses(runs)
+    text = f"{short(first)} ends lowest"
+    for second in others[:1]:
+        pairs = itertools.product(runs[first], runs[second])
+        ratios = [a.loss / b.loss for a, b in pairs if a.settings.seed == b.settings.seed]
+        if ratios and max(ratios) < 1:
+            text += f", {1 - median(ratios):.1%} below {short(second)}"
+        elif ratios:
+            text = f"{short(first)} and {short(second)} end level"
+    return textwrap.fill(f"{PANELS.get(condition, condition)}: {text}", 58)
 
 
 def draw(path: Path, found: Mapping[str, Runs]) -> None:

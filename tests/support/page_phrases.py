@@ -282,7 +282,7 @@ PHRASES = {
     "README.md": [
         f"gossipdp sent {bounds(times_ddp('gossipdp'), '.1f')} times DDP's bytes",
         f"at most {max(times_ddp('local_sgd_torchft@16', 'diloco_torchft@16')):.2f} times.",
-        f"both {BELOW}% below it and {BELOW_DILOCO}% below DiLoCo (two).",
+        f"both {BELOW}% below it and {BELOW_DILOCO}% below DiLoCo (three runs).",
         f"ended {WITHOUT_WAITS[0]:.1f}% below DDP ({bounds(each_below('calm', 'ddp'), '.1f')}%), "
         f"{WITHOUT_WAITS[1]:.1f}% below its bf16 hook "
         f"({bounds(each_below('calm', 'ddp_bf16'), '.1f')}%); with kills and less of one core "

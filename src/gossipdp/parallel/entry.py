@@ -34,7 +34,14 @@ from gossipdp.links.tcp import TcpTransport
 from gossipdp.links.tls import Tls
 from gossipdp.observe.status import MemberStatus
 from gossipdp.parallel import training_state
-from gossipdp.parallel.checkpoint import Counts, Facts, Resumption, ended_lives, saved_steps, warn_of_older
+from gossipdp.parallel.checkpoint import (
+    Counts,
+    Facts,
+    Resumption,
+    ended_lives,
+    saved_steps,
+    warn_of_older,
+)
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.moments import moments_due
 from gossipdp.parallel.options import Options
