@@ -1,13 +1,12 @@
-"""``make mutants RANDOM=N``: its draws, its edits, and the tests that it chooses."""
+"""``make mutants RANDOM=N``: its draws and its edits."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import random_faults
 from drawn_faults import Fault, draw, faults_of
 from random_faults import Equivalent, load_equivalents, read_texts
-from reached_lines import Chosen, Reaching, Record, within
+from reached_lines import Record
 
 TEXTS = read_texts(["dynamics", "graph"])
 # One line a case: what stands there, what the fault makes of it, and its kind. Letters that take
@@ -143,72 +142,13 @@ def test_heavier_packages_are_drawn_more_often():
     assert 130 < sum(fault.package == "dynamics" for fault in drawn) < 170
 
 
-# The tests for a fault.
+# The faults that are judged equivalent.
 
 FILE, TEXT = "gossipdp/dynamics/phase.py", TEXTS["gossipdp/dynamics/phase.py"]
 IN_FUNCTION = next(
     fault for fault in faults_of(FILE, TEXT) if fault.is_in_function and fault.kind == "sign"
 )
 AT_TOP = next(fault for fault in faults_of(FILE, TEXT) if not fault.is_in_function)
-LINES = 1 << IN_FUNCTION.lines[0]
-
-
-def reaching(name: str, lines: int = LINES, **options) -> Reaching:
-    return Reaching(
-        f"tests/{name}", **{"has_passed": True, "seconds": 1.0, **options}, lines={FILE: lines}
-    )
-
-
-def test_the_nearest_tests_that_reach_the_line_come_first():
-    order = [
-        reaching("unit/dynamics/test_phase.py::test_b", LINES | 0b1110),
-        reaching("unit/gossip/test_exchange.py::test_b", LINES | 0b10),
-        reaching("unit/parallel/test_phase.py::test_a", LINES | 0b1110),
-        reaching("property/test_dynamics.py::test_a"),
-        reaching("simulation/test_faults.py::test_a[1]"),
-        reaching("integration/test_mixing.py::test_a"),
-    ]
-    others = [
-        reaching("unit/dynamics/test_phase.py::test_c", LINES << 1),
-        reaching("unit/dynamics/test_phase.py::test_d", has_passed=False),
-    ]
-    assert Record(others + order[::-1]).tests_for(IN_FUNCTION) == order
-    assert Record(others).tests_for(replace(IN_FUNCTION, file="gossipdp/dynamics/state.py")) == []
-
-
-def test_a_line_at_the_top_of_a_file_is_tried_by_all_who_call_into_the_file():
-    importer = reaching("unit/gossip/test_a.py::test_a", 1 << AT_TOP.lines[0])
-    caller = reaching("unit/gossip/test_b.py::test_b")
-    assert Record([importer, caller]).tests_for(AT_TOP) == [caller]
-
-
-def test_a_compiled_loop_is_tried_by_those_who_load_it():
-    file = "gossipdp/dynamics/update_loops.py"
-    lines = {"gossipdp/dynamics/machine_code.py": (1 << 184) - 1}
-    caller = replace(reaching("unit/gossip/test_b.py::test_b"), lines=lines)
-    fault = next(fault for fault in faults_of(file, TEXTS[file]) if fault.is_in_function)
-    assert Record([caller, reaching("unit/x/test_a.py::test_a")]).tests_for(fault) == [caller]
-
-
-def test_tests_that_take_too_long_are_left_out():
-    times_s = {"a": 4.0, "b": 9.0, "c": 3.0, "d": 3.0}
-    tests = [reaching(f"unit/test_{name}.py::test", seconds=s) for name, s in times_s.items()]
-    assert within(tests, 8.5) == [tests[0], tests[2]]
-    assert within(tests[1:2], 1.0) == tests[1:2]
-
-
-def test_the_chosen_run_in_their_order_and_a_case_with_a_new_name_with_its_test():
-    plugin = Chosen(["b.py::y[2]", "a.py::x"], ["b.py::y[2]", "b.py::y[3]", "a.py::x", "a.py::z"])
-    names = ["a.py::z", "a.py::x", "b.py::y[3]", "b.py::y[2]", "b.py::y[4]"]
-    items = [SimpleNamespace(nodeid=name) for name in names]
-    hook = plugin.pytest_collection_modifyitems(items)  # type: ignore[arg-type]
-    next(hook)
-    with pytest.raises(StopIteration):
-        next(hook)
-    assert [item.nodeid for item in items] == ["b.py::y[2]", "b.py::y[4]", "a.py::x"]
-
-
-# The faults that are judged equivalent.
 
 
 def test_a_fault_that_is_judged_equivalent_does_not_run(monkeypatch):

@@ -64,9 +64,6 @@ one is asked to end."""
 BEFORE_THIS_RUN = -1
 """In place of an incarnation: the lives that a rank had before its run was last resumed."""
 
-OLD_BELOW = 0.9
-"""Below this share of the samples that the newest checkpoint knows of, one is called old."""
-
 EndedLife: TypeAlias = tuple[int, int]
 """A rank, and the highest of its incarnations that have ended."""
 Layout: TypeAlias = dict[str, str]
@@ -405,16 +402,13 @@ def _find(
 
 
 def warn_of_older(known_samples: Mapping[int, int]) -> None:
-    """Name the workers whose checkpoints are far older than the newest one.
+    """Name the workers whose checkpoints know of less than 0.9 of the newest one's samples.
 
     It happens if hosts that share no directory stopped at different times.
-
-    Args:
-        known_samples: by rank, those of the run that the worker's checkpoint knows of.
     """
     newest = max(known_samples, key=known_samples.__getitem__)
     most = known_samples[newest]
-    older = [f"{rank} ({n:,})" for rank, n in known_samples.items() if n < OLD_BELOW * most]
+    older = [f"{rank} ({n:,})" for rank, n in known_samples.items() if n < 0.9 * most]
     if older:
         logger.warning(
             "older checkpoints pull the newer ones back: that of worker %d knows of %s samples of "
