@@ -408,12 +408,12 @@ def warn_of_older(known_samples: Mapping[int, int]) -> None:
     """
     newest = max(known_samples, key=known_samples.__getitem__)
     most = known_samples[newest]
-    older = [f"{rank} ({n:,})" for rank, n in known_samples.items() if n < 0.9 * most]
+    older = [f"worker {rank}'s of {n:,}" for rank, n in known_samples.items() if n < 0.9 * most]
     if older:
         logger.warning(
             "older checkpoints pull the newer ones back: that of worker %d knows of %s samples of "
-            "the run, and those of others of fewer: %s. To drop the older ones, stop the run, put "
-            "a copy of the folder worker-%d in their place, and start again",
+            "the run, %s. To drop the older ones, stop the run, put a copy of the folder worker-%d "
+            "in their place, and start again",
             newest,
             f"{most:,}",
             ", ".join(older),

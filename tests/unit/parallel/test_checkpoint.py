@@ -169,7 +169,7 @@ def test_workers_with_far_older_checkpoints_are_named(caplog):
     warn_of_older({0: 900, 1: 10_000, 2: 9_000, 3: 8_999})
     (line,) = caplog.messages
     assert "worker 1 knows of 10,000 " in line
-    assert " fewer: 0 (900), 3 (8,999). " in line
+    assert " run, worker 0's of 900, worker 3's of 8,999. " in line
     assert " folder worker-1 " in line
     warn_of_older({0: 0, 1: 0})  # a fresh start
     assert len(caplog.messages) == 1
