@@ -58,9 +58,12 @@ measured = st.one_of(
 
 # It is near the first rate when it is known, trembles, nearly reaches the ceiling, and reaches it.
 NEAR_STEPS = [("step", step_s) for step_s in (0.36, 0.446, 0.29, 1.44, 3.2)]
+# Cores are idle, and the training thread runs Python all the time.
+PYTHON_ALONE = [("exchange", (0.1, 0.1, 1.0))] * 4 + [("look", (1.0, 0.0, 1.0)), ("step", 1.0)]
 
 
 @example(events=[("exchange", (0.2, 0.01, 0.0))] * 4 + NEAR_STEPS, most_taken=0.05)
+@example(events=PYTHON_ALONE, most_taken=0.05)
 @given(
     events=st.lists(measured, min_size=30, max_size=120),
     most_taken=st.just(0.05) | st.floats(0.02, 0.2),  # 5% unless another share is given
