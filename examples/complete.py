@@ -71,7 +71,8 @@ model = GossipDataParallel(
 schedule = ProgressLR(optimizer, model, "one_cycle")
 model.also_checkpoint(schedule=schedule)
 order = torch.Generator().manual_seed(model.worker_seed)
-workers = {"num_workers": 2, "persistent_workers": True}
+# Without "fork" Python 3.14 asks for `if __name__ == "__main__":` above all this.
+workers = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"}
 loader = DataLoader(data, batch_size=32, shuffle=True, generator=order, **workers)
 
 best_path, new_path = options.output / "best.pt", options.output / "best.new"

@@ -308,10 +308,10 @@ class Rendezvous:
             raise RefusedError(
                 f"another worker already has RANK {rank}; give each worker its own, 0 to "
                 f"{self._environment.world_size - 1}, and each run its own store or GOSSIPDP_RUN_ID"
-                "; if the script starts processes, as a loader does with multiprocessing_context="
-                "'spawn', let its training begin below `if __name__ == \"__main__\":`; if an "
-                "earlier process of this worker had arrived and ended, start all workers again, "
-                "with another GOSSIPDP_RUN_ID or port"
+                "; if the script starts processes, as a loader does from Python 3.14 on or with "
+                "multiprocessing_context='spawn', let its training begin below "
+                '`if __name__ == "__main__":`; if an earlier process of this worker had arrived '
+                "and ended, start all workers again, with another GOSSIPDP_RUN_ID or port"
             )
         if rank == 0:
             reference = self._reference(settings, secret)

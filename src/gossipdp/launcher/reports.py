@@ -77,7 +77,8 @@ def say_instead_of_traceback() -> None:
     """Let the launcher print why a worker cannot take part, in place of a traceback of each.
 
     It prints an error of that kind that the script does not catch. Without a launcher Python shows
-    the traceback. An excepthook of the user's own stays.
+    the traceback. Nothing is shown of a SystemExit, which comes here from Python 3.14 on if it is a
+    KeyboardInterrupt too. An excepthook of the user's own stays.
     """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _say
@@ -85,7 +86,8 @@ def say_instead_of_traceback() -> None:
 
 def _say(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
     is_of_run = issubclass(kind, (PeerLostError, RefusedError, RendezvousError))
-    if not (is_of_run and send_report(Report(says=str(value)))):
+    is_said = is_of_run and send_report(Report(says=str(value)))
+    if not is_said and not issubclass(kind, SystemExit):
         sys.__excepthook__(kind, value, trace)
 
 

@@ -36,7 +36,9 @@ def main() -> None:
     sys.orig_argv = [sys.orig_argv[0], *words]
     variables = sys.modules["__main__"].__dict__
     variables.clear()
-    variables |= {"__name__": "__main__", "__builtins__": builtins, "__annotations__": {}}
+    variables |= {"__name__": "__main__", "__builtins__": builtins}
+    if sys.version_info < (3, 14):
+        variables["__annotations__"] = {}
     variables |= dict.fromkeys(("__doc__", "__package__", "__spec__", "__loader__", "__cached__"))
     if is_module:
         sys.argv = ["-m", *words[2:]]

@@ -177,7 +177,7 @@ class TlsStream(Stream):
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise BlockingIOError from None
         except OSError as error:
-            if isinstance(error, ssl.SSLEOFError) or error.errno == errno.ENOTCONN:
+            if _is_end(error) or error.errno == errno.ENOTCONN:
                 raise ConnectionResetError(errno.ECONNRESET, "gone in the handshake") from None
             raise _readable(error) from None
 
@@ -248,9 +248,15 @@ def explain(error: OSError) -> str:
 def _readable(error: OSError) -> OSError:
     """Return an error of OpenSSL as one whose ``strerror`` is a sentence, others as they are."""
     # Found by writing; the last is how CPython says it since 3.11.9, 3.12.3 and 3.13.
-    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | BrokenPipeError):
+    if _is_end(error) or isinstance(error, ssl.SSLZeroReturnError | BrokenPipeError):
         return BrokenPipeError(errno.EPIPE, "closed by the peer")
     return OSError(errno.EPROTO, explain(error)) if isinstance(error, ssl.SSLError) else error
+
+
+def _is_end(error: OSError) -> bool:
+    """Return whether the connection ended; with OpenSSL 3.6 the class does not tell."""
+    is_eof = getattr(error, "reason", None) == "UNEXPECTED_EOF_WHILE_READING"
+    return is_eof or isinstance(error, ssl.SSLEOFError)
 
 
 def _context(protocol: int, cert: Path, key: Path, ca: Path) -> ssl.SSLContext:

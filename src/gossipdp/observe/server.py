@@ -290,7 +290,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path, pages = self.path.partition("?")[0], self.server.pages
-        if self.server.is_loopback and not _is_local(self.headers["Host"]):
+        if self.server.is_loopback and not _is_local(self.headers.get("Host")):
             # If a web page's domain name was made to lead here, the header holds that name.
             self.send_error(403, explain="ask by an address, or as localhost")
         elif path not in pages:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
-from gossipdp.launcher.reports import Report, send_report
+from gossipdp.launcher.reports import Report, say_instead_of_traceback, send_report
 from gossipdp.links.clock import since_boot_s
 from gossipdp.rules import grace_s
 
@@ -206,6 +206,7 @@ class Termination:
             return SystemExit(code)
         self._reset()  # the script may catch it and go on
         self._is_interrupted = True
+        say_instead_of_traceback()
         return Interrupted(code)
 
     def still_saves(self) -> None:

@@ -1,5 +1,6 @@
 """TLS of links: the files that are refused at the start, and peers that are refused later."""
 
+import re
 import shutil
 import socket
 import ssl
@@ -223,7 +224,8 @@ def test_nothing_of_tls_is_made_before_the_first_byte(world, monkeypatch):
     ("end", "reason"),
     [
         ("farewell", "closed by the peer"),
-        ("garbage", "connection lost: decryption failed or bad record mac"),
+        # The second is OpenSSL 3.6's.
+        ("garbage", "connection lost: (decryption failed or bad record mac|record layer failure)"),
     ],
 )
 def test_an_end_in_the_middle_of_a_frame_is_noticed_at_once(world, end, reason):
@@ -240,4 +242,4 @@ def test_an_end_in_the_middle_of_a_frame_is_noticed_at_once(world, end, reason):
         socket.socket.send(there.connection, b"\x17\x03\x03\x00\x40" + bytes(64))
     world.until(lambda: back.closed, second)
     assert second.handler.of("control") == [(back, b"good")], "what came before it still counts"
-    assert second.handler.of("link_down")[0][1] == reason
+    assert re.fullmatch(reason, second.handler.of("link_down")[0][1])
