@@ -1,6 +1,5 @@
 """TLS of links: the files that are refused at the start, and peers that are refused later."""
 
-import re
 import shutil
 import socket
 import ssl
@@ -14,6 +13,10 @@ from links import key
 from gossipdp.links import tls as tls_module
 from gossipdp.links.frames import FrameType
 from gossipdp.links.tls import Tls, TlsStream, make_tls_files
+
+GARBAGE = "decryption failed or bad record mac"
+if ssl.OPENSSL_VERSION_INFO >= (3, 2):
+    GARBAGE = "record layer failure"
 
 
 def with_other(directory: Path, name: str, content: bytes | None, folder: Path) -> Path:
@@ -224,8 +227,7 @@ def test_nothing_of_tls_is_made_before_the_first_byte(world, monkeypatch):
     ("end", "reason"),
     [
         ("farewell", "closed by the peer"),
-        # The second is OpenSSL 3.6's.
-        ("garbage", "connection lost: (decryption failed or bad record mac|record layer failure)"),
+        ("garbage", f"connection lost: {GARBAGE}"),
     ],
 )
 def test_an_end_in_the_middle_of_a_frame_is_noticed_at_once(world, end, reason):
@@ -242,4 +244,4 @@ def test_an_end_in_the_middle_of_a_frame_is_noticed_at_once(world, end, reason):
         socket.socket.send(there.connection, b"\x17\x03\x03\x00\x40" + bytes(64))
     world.until(lambda: back.closed, second)
     assert second.handler.of("control") == [(back, b"good")], "what came before it still counts"
-    assert re.fullmatch(reason, second.handler.of("link_down")[0][1])
+    assert second.handler.of("link_down")[0][1] == reason

@@ -1,5 +1,6 @@
 """Layouts of states: every bit comes back, and a hostile layout is refused."""
 
+import sys
 from collections import Counter, OrderedDict
 
 import msgspec
@@ -97,13 +98,14 @@ def tensor(dtype="F32", shape=(2, 2), *rest) -> Ext:
     return Ext(Mark.TENSOR, msgspec.msgpack.encode([dtype, shape, *rest]))
 
 
+TOO_DEEP = "recursion" if sys.version_info < (3, 14) else "Stack overflow"
 TUPLE, COUNTER = Ext(Mark.TUPLE, b""), Ext(Mark.COUNTER, b"")
 
 
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (b"\x91" * 100_000, "recursion|Stack overflow"),  # by Python 3.14
+        (b"\x91" * 100_000, TOO_DEEP),
         (b"\x91" * 65 + b"\x01", "nested deeper than 64"),
         (b"\x92\xd4\x01\x00" * 65 + b"\x01", "nested deeper than 64"),
         (b"\x81\x01" * 65 + b"\x01", "nested deeper than 64"),
