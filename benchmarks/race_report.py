@@ -5,7 +5,6 @@ By itself: ``python race_report.py RESULTS.json PICTURE.png`` draws what is in a
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import sys
@@ -233,9 +232,11 @@ def conclusion(condition: str, runs: Runs) -> str:
     """
     first, *others = final_losses(runs)
     text = f"{short(first)} ends lowest"
-    for second in others[:1]:
-        pairs = itertools.product(runs[first], runs[second])
-        ratios = [a.loss / b.loss for a, b in pairs if a.settings.seed == b.settings.seed]
+    if others:
+        second = others[0]
+        losses = {run.settings.seed: run.loss for run in runs[second]}
+        same = [run for run in runs[first] if run.settings.seed in losses]
+        ratios = [run.loss / losses[run.settings.seed] for run in same]
         if ratios and max(ratios) < 1:
             text += f", {1 - median(ratios):.1%} below {short(second)}"
         elif ratios:
@@ -329,21 +330,24 @@ def _draw_steps(axes: Axes, run: Run, calm: Run, colour: str) -> None:
     for rank, counts in enumerate(steps):
         heights = rank + 0.85 * np.minimum(1, counts / usual)
         axes.fill_between(times, rank, heights, step="post", color=colour, linewidth=0)
-    done = [
-        (each.kind, each.at_s, each.rank) for each in run.result.faults if each.at_s is not None
+    slow = [each for each in run.result.faults if each.kind == "slow"]
+    # The next one of the plan ends it, also if that is missed itself.
+    ends_s = [*(each.planned_s for each in slow[1:]), math.inf]
+    bars = [
+        (each.at_s, min(seconds, each.at_s + end_s - each.planned_s), each.rank)
+        for each, end_s in zip(slow, ends_s, strict=False)
+        if each.at_s is not None
     ]
-    slow = [(at_s, rank) for kind, at_s, rank in done if kind == "slow"]
-    ends_s = [*(at_s for at_s, _ in slow[1:]), seconds]
-    bars = [(at_s, end_s, rank) for (at_s, rank), end_s in zip(slow, ends_s, strict=False)]
     quota_s, last = run.settings.quota_s, len(steps) - 1
     turns = range(int(seconds / quota_s) + 1 if quota_s else 0)
     bars += [(n * quota_s, (n + 1) * quota_s, last) for n in turns if n % len(SHARES)]
     for at_s, end_s, rank in bars:
         axes.plot([at_s, end_s], [rank - 0.07] * 2, color="black", linewidth=2)
-    for _, at_s, rank in (each for each in done if each[0] == "kill"):
-        axes.plot(at_s, rank + 0.4, "X", color="black", markeredgecolor="white")
+    for each in run.result.faults:
+        if each.kind == "kill" and each.at_s is not None:
+            axes.plot(each.at_s, each.rank + 0.4, "X", color="black", markeredgecolor="white")
     made = steps.sum() / max(1, scale * np.sum(calm.result.steps))
-    title = f"{short(run.settings.row)}: {made:.0%} of its calm's steps, worker by worker"
+    title = f"{short(run.settings.row)}, one run: {made:.0%} of its calm's steps, worker by worker"
     axes.set_title(title, fontsize="small")
     axes.set(xlim=(0, seconds), ylim=(-0.15, len(steps)), yticks=[])
     axes.set_xlabel("wall time (s); bar: slow, X: killed", fontsize="small")
