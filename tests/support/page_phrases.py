@@ -312,7 +312,6 @@ PHRASES = {
         f"it kept {KEPT[0]:.1f} times the samples of torchft's best row",
         f"{KEPT[1]:.2f} times where one dies every 10 s, {KEPT[2]:.1f} times with both",
         f"it ends {more(RACE['calm']['ddp']['loss_ratio'], 1):.1f}% above DDP's",
-        f"with deaths alone {below('kills10', 'ddp_torchft', 'race'):.1f}% below torchft's DDP",
         f"{more(BY_SPEED[1], IN_CODES[1]):.1f}% below local SGD, at "
         f"{IN_CODES[5] / BY_SPEED[5]:.0f} times its bytes",
     ],
