@@ -47,8 +47,6 @@ TUNING_SEED = 0
 QUICK_SECONDS, QUICK_STRETCH, QUICK_CONDITIONS = (15.0, 40.0), 0.2, "calm,kills10_moving"
 """The seconds are of timed steps, and of steps without waits: a starved worker imports slowly."""
 MBITS_PER_S, BAD_MBITS_PER_S, FAST_MBITS_PER_S = 1_000.0, 100.0, 10_000.0
-CHECKPOINT_STEPS = 25
-"""Steps from one checkpoint to the next, in the rows that take them."""
 FULL_STEP_S = 0.1
 """About what a step without waits takes; torchft's replicas wait for one another by it."""
 LONG_STEPS = 3_500
@@ -66,6 +64,8 @@ class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
         time without a heartbeat (5 s); the time-out of collectives and quorums (60 s).
     keeps_spares: of a job that a death ends: all its workers have spare interpreters, whose imports
         take time from those who train.
+    checkpoint_steps: from one checkpoint to the next, in the rows that take them; tuned for a job
+        that a death ends, as it loses what it has done since the last one.
     """
 
     learning_rate: float = 0.01
@@ -75,6 +75,7 @@ class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
     heartbeat_ms: int = 5_000
     timeout_s: int = 5
     keeps_spares: bool = True
+    checkpoint_steps: int = 25
 
 
 GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -86,6 +87,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "join_ms": (100, 200, 400, 1_000),
         "timeout_s": (2, 5, 10, 30),
         "keeps_spares": (True, False),
+        "checkpoint_steps": (1, 2, 5, 10, 25),
     },
 }
 """What ``--tune`` tries, one after the other: in the calm by the loss, what restarts need in the
@@ -187,7 +189,7 @@ class Race:
             workers=self.workers,
             step_s=step_s,
             spread=plan.spread,
-            checkpoint_steps=CHECKPOINT_STEPS if saves(name) else None,
+            checkpoint_steps=choice.checkpoint_steps if saves(name) else None,
             # Replicas that do not wait so long for one another never all meet: they come there as
             # they began, each at its own time between two averages.
             join_ms=choice.join_ms + between_ms if is_torchft else None,
@@ -355,7 +357,7 @@ def has(row: str, setting: str) -> bool:
     name = RowName.parse(row)
     if setting == "outer":
         return "DiLoCo" in KINDS[name.kind].label
-    if setting == "keeps_spares":
+    if setting in {"keeps_spares", "checkpoint_steps"}:
         return restarts_whole(name)
     return setting in {"learning_rate", "weight_decay"} or KINDS[name.kind].needs is TORCHFT
 
