@@ -117,13 +117,14 @@ def tuned() -> str:
                 f"{settings.learning_rate:g}",
                 f"{settings.weight_decay:g}",
                 "yes" if settings.keeps_spare else "no",
+                "" if settings.checkpoint_steps is None else str(settings.steps_between_saves),
                 "" if outer is None else "{:g}, {:g}".format(*outer),
                 *waits,
             )
         )
-    head = ("", "learning rate", "weight decay", "spares", "outer rate, momentum")
+    head = ("", "learning rate", "weight decay", "spares", "steps between saves")
     return markdown_table(
-        (*head, "dead after (s)", "time-out (s)", "waits for late ones (s)"), lines
+        (*head, "outer rate, momentum", "dead after (s)", "time-out (s)", "waits for late ones (s)"), lines
     )
 
 

@@ -64,8 +64,8 @@ class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
         time without a heartbeat (5 s); the time-out of collectives and quorums (60 s).
     keeps_spares: of a job that a death ends: all its workers have spare interpreters, whose imports
         take time from those who train.
-    checkpoint_steps: from one checkpoint to the next, in the rows that take them; tuned for a job
-        that a death ends, as it loses what it has done since the last one.
+    checkpoint_steps: from one checkpoint to the next, where workers are killed and in the rows that
+        take them; tuned for a job that a death ends, as it loses what it did since the last one.
     """
 
     learning_rate: float = 0.01
@@ -177,6 +177,7 @@ class Race:
         is_torchft, seconds = KINDS[name.kind].needs is TORCHFT, plan.seconds(self.seconds)
         step_s = FULL_STEP_S if self.without_waits else self.step_ms / 1e3
         between_ms = round((name.period or 0) * 1e3 * step_s)
+        between_saves = (choice if plan.kills else Choice()).checkpoint_steps
         signalled = self.workers - 1 if plan.quota_s and not has_quotas() else None
         return RaceSettings(
             row=row,
@@ -189,7 +190,7 @@ class Race:
             workers=self.workers,
             step_s=step_s,
             spread=plan.spread,
-            checkpoint_steps=choice.checkpoint_steps if saves(name) else None,
+            checkpoint_steps=between_saves if saves(name) else None,
             # Replicas that do not wait so long for one another never all meet: they come there as
             # they began, each at its own time between two averages.
             join_ms=choice.join_ms + between_ms if is_torchft else None,

@@ -115,14 +115,12 @@ def make_save(row: Row, settings: RaceSettings, folder: Path, rank: int) -> Call
     """
     if settings.checkpoint_steps is None or not isinstance(row, OneOptimizer):
         return lambda: None
-    period = row.plan.period
-    every = period * math.ceil(settings.checkpoint_steps / period)
     newest = newest_checkpoint(folder)
     if newest is not None:
         row.load(torch.load(newest, weights_only=True)["row"])
 
     def save() -> None:
-        if row.steps % every == 0 and (rank == 0 or settings.join_ms is not None):
+        if row.steps % settings.steps_between_saves == 0 and (rank == 0 or settings.join_ms is not None):
             written = folder / f"unfinished-{rank}"
             torch.save({"row": row.state(), "batches": row.num_batches()}, written)
             keep_checkpoint(written, row.steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TypeAlias
 
@@ -61,6 +62,12 @@ class RaceSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def task(self) -> Task:
         return BYTES if self.waits else TRANSFORMER
+
+    @property
+    def steps_between_saves(self) -> int:
+        """Return the steps from one checkpoint to the next: whole periods."""
+        period = self.name.period or 1
+        return period * math.ceil((self.checkpoint_steps or 1) / period)
 
     @property
     def num_spares(self) -> int:

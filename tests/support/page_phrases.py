@@ -113,6 +113,7 @@ BF16 = f"{-above(IDLE['ddp_bf16'], DDP):.1f}"
 ON_HOST, TCP = (above(BUSY[row], BUSY["ddp"]) for row in ("gossipdp_shared", "gossipdp"))
 ON_CPU = f"{above(TODAY['gossipdp_shared'], LARGE['ddp']):.0f}"
 ON_GPU, AT_TWO = (f"{above(row, LARGE['ddp']):.0f}" for row in (LARGE["gossipdp"], FIXED["gossip"]))
+SELDOM = f"{1 / LARGE['gossipdp']['comm_rate']:.0f}"
 AT_1024 = more(*(min(LARGE[row]["tried"].values()) for row in ("gossipdp", "ddp")))
 OF_64 = {
     (run["graph"], run["seed"]): run for run in result("graphs")["runs"] if run["workers"] == 64
@@ -288,8 +289,8 @@ PHRASES = {
         f"({bounds(each_below('calm', 'ddp_bf16'), '.1f')}%); with kills and less of one core "
         f"{below('starved', 'ddp'):.0f}% below DDP ({bounds(each_below('starved', 'ddp'))}%).",
         f"{GAP}% above it after 2,048 steps with an idle core, at {SHARE} of its bytes; "
-        f"{ON_HOST:.0f} to {TCP:.0f}% with busy cores; on a GPU, by older "
-        f"rules and with an exchange in {1 / LARGE['gossipdp']['comm_rate']:.0f} steps, {ON_GPU}%",
+        f"{ON_HOST:.0f} to {TCP:.0f}% with busy cores; on a GPU {ON_GPU}%, "
+        f"with an exchange in {SELDOM} steps, the default then.",
         f"DDP's bf16 hook ends {BF16}% below it.",
         f"tried with at most {len(MANY['workers'])} workers",
     ],
@@ -319,7 +320,8 @@ PHRASES = {
         f"{GAP}% above DDP after 2,048 steps, at {SHARE} of its bytes.",
         f"bf16 hook ends {BF16}% below DDP",
         f"[{ON_HOST:.0f}% above DDP](#where-all-cores-are-busy) on one host, {TCP:.0f}% over TCP",
-        f"end {ON_CPU}% above on one host, and by older rules {ON_GPU}% on a GPU",
+        f"end {ON_CPU}% above on one host, and {ON_GPU}% on a GPU, with an exchange in "
+        f"{SELDOM} steps, the default then.",
         f"end {simulated(V):.1f}% above all-reduce with one exchange",
         f"{simulated(V, workers=64):.1f}% with one, {simulated(FOUR, workers=64):.1f}% with four",
         f"[{bounds(above_ddp('gossip_lattice8@3'), '.1f')}% above DDP](#with-real-processes)",
@@ -333,12 +335,15 @@ PHRASES = {
         f"Muon {bounds(MUON, '.1f')}%",
         f"Adafactor {simulated('gossip, Adafactor', 'all-reduce, Adafactor'):.1f}%.",
     ],
-    "docs/install.md": [f"[{AT_TWO} and {ON_GPU}% above DDP]"],
+    "docs/install.md": [
+        f"by {ON_GPU}% with an exchange in {SELDOM} steps, the default then, by {AT_TWO}% with "
+        f"one in {1 / FIXED['gossip']['comm_rate']:.0f}.",
+    ],
     "docs/from_ddp.md": [
         f"with an idle core {GAP}% after 2,048 steps, {bounds(AFTER_512)}% after 512;",
         f"with busy cores {ON_HOST:.0f}% on one host, {TCP:.0f}% over TCP",
-        f"on one host {ON_CPU}%; on one GPU, by older rules, {ON_GPU}%, with an exchange in "
-        f"{1 / FIXED['gossip']['comm_rate']:.0f} steps {AT_TWO}%",
+        f"on one host {ON_CPU}%; on one GPU {ON_GPU}% with an exchange in {SELDOM} steps, the default "
+        f"then, {AT_TWO}% with one in {1 / FIXED['gossip']['comm_rate']:.0f}.",
         f"and {bounds(row['constant_mb'] for row in MEMORY)} MB a process",
     ],
     "docs/equal_time.md": [
