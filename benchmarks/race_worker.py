@@ -120,7 +120,8 @@ def make_save(row: Row, settings: RaceSettings, folder: Path, rank: int) -> Call
         row.load(torch.load(newest, weights_only=True)["row"])
 
     def save() -> None:
-        if row.steps % settings.steps_between_saves == 0 and (rank == 0 or settings.join_ms is not None):
+        is_due = row.steps % settings.steps_between_saves == 0
+        if is_due and (rank == 0 or settings.join_ms is not None):
             written = folder / f"unfinished-{rank}"
             torch.save({"row": row.state(), "batches": row.num_batches()}, written)
             keep_checkpoint(written, row.steps)
