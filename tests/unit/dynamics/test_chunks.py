@@ -254,6 +254,23 @@ def test_second_moments_are_averaged_as_their_optimizers_correct_them(ages):
         assert not math.isfinite(end.exchange(0.0, torch.empty(1000), infinite, 0.5)), "not taken"
         assert end.boundary(0.0)
         torch.testing.assert_close(end.x / mass, squares.mean(dim=0))
+    meet(*ends)
+    for end, age in zip(ends, ages, strict=True):
+        held, out = end.x.clone(), torch.empty(1000)
+        end._moment.steps = 0  # the optimizer was reset: what was brought counts no more
+        assert end.boundary(0.0)
+        end._moment.steps = age
+        end.read(out)
+        assert torch.equal(end.x, held)
+        assert torch.equal(out, held)
+
+
+def test_a_moment_whose_values_add_up_to_zero_is_averaged():
+    ends = [moment(torch.tensor(each), 1, 0.0) for each in ([1.0, -1.0, 0.0], [3.0, 1.0, 2.0])]
+    meet(*ends)
+    for end in ends:
+        assert end.boundary(0.0)
+        assert end.x.tolist() == [2.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -305,7 +322,10 @@ def helped(monkeypatch: pytest.MonkeyPatch) -> State:
 
 
 def test_a_helper_s_error_reaches_the_boundary(helped, monkeypatch):
-    helped.compile("numba")
+    for least, is_helped in ((11, False), (10, True)):
+        monkeypatch.setattr("gossipdp.dynamics.state.LEAST_HELPED_VALUES", least)
+        helped.compile("numba")
+        assert bool(helped._helpers) is is_helped
     main, has_helped = threading.get_ident(), threading.Event()
 
     def boundary(theta: float, *, wait: bool) -> bool:
@@ -348,6 +368,12 @@ def test_with_the_helpers_that_there_are_a_boundary_is_whole(helped, monkeypatch
         assert helped.segments[0].x.tolist() == [times] * 10
         helped.end_helpers()  # the second boundary has none
         assert not any(thread.is_alive() for thread in started)
+
+
+def test_momentum_that_is_dropped_is_in_no_chunk():
+    state = State([Segment(torch.zeros(3), Role.TRAINED, chunk_bytes=4) for _ in range(2)])
+    state.drop_momentum()
+    assert [each.c for each in (*state.segments, *state.chunks)] == [None] * 8
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -14,7 +14,7 @@ ALL = slice(None)
 
 def encoded(x, exponents):
     """Return checksum, codes and sizes."""
-    codes, sizes = torch.empty(len(x), dtype=torch.uint8), x.new_empty(num_blocks(len(x)))
+    codes, sizes = torch.full((len(x),), 7, dtype=torch.uint8), x.new_empty(num_blocks(len(x)))
     return lattice.encode(x, exponents, codes, sizes), codes, sizes
 
 
@@ -105,14 +105,14 @@ def test_wraps_side_by_side_do_not_cancel(wraps):
 
 
 def test_what_does_not_fit_is_said():
-    values = torch.full((BLOCK + 3,), 3.0)
-    fine = torch.tensor([-20, -20], dtype=torch.int8)
-    checksum, _, sizes = encoded(values, fine)
-    assert checksum is not None
-    assert sizes.tolist() == [3.0, 3.0]
-    checksum, _, sizes = encoded(values, torch.tensor([-20, -100], dtype=torch.int8))
-    assert checksum is None
-    assert sizes.tolist() == [3.0, 3.0]
+    """A block of 2**30 steps does not, and is not coded; one of half as many is."""
+    values = torch.full((BLOCK + 3,), 4.0)
+    for exponents in ((-28, -27), (-27, -28), (-27, -27)):
+        fine = torch.tensor(exponents, dtype=torch.int8)
+        checksum, codes, sizes = encoded(values, fine)
+        assert (checksum is None) == (-28 in exponents)
+        assert sizes.tolist() == [4.0, 4.0]
+        assert codes[[0, -1]].tolist() == [7 if each == -28 else 0 for each in exponents]
     for place, bad in ((BLOCK, torch.nan), (BLOCK + 1, torch.inf), (-1, -torch.inf)):
         values.fill_(3.0)[place] = bad
         checksum, _, sizes = encoded(values, fine)

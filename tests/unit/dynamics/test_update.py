@@ -208,7 +208,10 @@ def test_momentum_of_long_ago_is_none(dtype):
     mine, peers = torch.ones(7, dtype=dtype), torch.zeros(7, dtype=dtype)
     chunk.exchange(0.0, mine, peers, ALPHA_TILDE)
     chunk.boundary(0.0)
-    z = torch.empty_like(mine)
+    z, c = torch.empty_like(mine), torch.empty_like(mine)
+    for theta in (20.79, 20.8):  # at 20.794 a share of 2**-60 is left
+        chunk.read(z, c, theta)
+        assert bool(c.any()) is (theta == 20.79)
     chunk.read_z(z)
     theta = 0.0
     while theta < 400.0:  # exp(-800) is no number of 64 bits any more

@@ -9,7 +9,7 @@ import pytest
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.gossip import joining
 from gossipdp.gossip.joining import MAX_ROUNDS_REFUSED, PAUSE_S, TURN_S, ask_members, has_ended
-from gossipdp.links.handshake import FIRST_VISITOR_RANK, Identity, Refusal
+from gossipdp.links.handshake import FIRST_VISITOR_RANK, LAST_VISITOR_RANK, Identity, Refusal
 from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.messages import AskMembers, Envelope, Members, decode, encode
 
@@ -24,7 +24,10 @@ def members(**changes: Any) -> bytes:
 
 
 class Network:
-    """Each dial ends as ``answers`` says, in the order of the addresses; time passes in waits."""
+    """Each dial ends as ``answers`` says, in the order of the addresses; time passes in waits.
+
+    The first rank that is drawn is the lowest, and each one after it the highest.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: bytes | Refusal | bool | None):
         self.now_s = BEGINS_S
@@ -35,6 +38,8 @@ class Network:
         monkeypatch.setattr(joining, "TcpTransport", self._transport)
         monkeypatch.setattr(joining, "listen", lambda host, port: None)
         monkeypatch.setattr(joining, "time", SimpleNamespace(sleep=self._pass))
+        drawn = SimpleNamespace(randbelow=lambda bound: bound - 1 if self.ranks else 0)
+        monkeypatch.setattr(joining, "secrets", drawn)
 
     def _pass(self, seconds: float) -> None:
         self.now_s += seconds
@@ -91,8 +96,7 @@ def test_an_address_that_becomes_known_is_dialled_at_once(monkeypatch, first, kn
     network.known_s = BEGINS_S + known_s
     assert [each.rank for each in network.ask().members] == [0, 1]
     assert network.now_s < BEGINS_S + 1.0
-    assert len(network.ranks) == num_rounds
-    assert min(network.ranks) >= FIRST_VISITOR_RANK
+    assert network.ranks == [FIRST_VISITOR_RANK, LAST_VISITOR_RANK][:num_rounds]
 
 
 def test_all_addresses_of_a_name_are_dialled(monkeypatch):

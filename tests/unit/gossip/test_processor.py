@@ -18,8 +18,13 @@ def watch(tmp_path, monkeypatch) -> IdleWatch:
 
 def write(tmp_path, *, ran_s: float, waited_s: float, idle: dict[int, int], ticks: int) -> None:
     (tmp_path / "schedstat").write_text(f"{int(ran_s * 1e9)} {int(waited_s * 1e9)} 7\n")
-    lines = [f"cpu{core} {ticks - each} 0 0 {each} 0 0 0 0 0 0\n" for core, each in idle.items()]
-    (tmp_path / "stat").write_text("cpu  0 0 0 0 0 0 0 0 0 0\n" + "".join(lines) + "intr 5\n")
+    lines = ["cpu  0 0 0 0 0 0 0 0 0 0\n"]
+    for core, each in idle.items():
+        waits, busy = each // 4, ticks - each
+        guest = stolen = busy // 2
+        ran = f"{busy - stolen} 0 0 {each - waits} {waits} 0 0 {stolen} {guest} 0"
+        lines.append(f"cpu{core} {ran}\n")
+    (tmp_path / "stat").write_text("".join(lines) + "intr 5\n")
 
 
 def test_what_ran_or_waited_was_busy_and_other_cores_do_not_count(tmp_path, monkeypatch):
@@ -38,6 +43,9 @@ def test_without_these_statistics_the_threads_own_clock_counts(tmp_path, monkeyp
     monkeypatch.setattr(processor.time, "clock_gettime", lambda clock: next(times_s))
     (tmp_path / "schedstat").write_text("0 0 0\n")
     assert (made.look(0.0), made._ticks()) == (None, (0, 0))
+    for few_or_none in ("cpu0 1 2 3\n", "cpu0 - - - - -\n"):
+        made._of_machine.write_text(few_or_none)
+        assert made._ticks() == (0, 0)
     assert made.look(1.0) == Idle(core=0.5, thread=0.5)
     (tmp_path / "schedstat").unlink()
     assert made.look(2.0) == Idle(core=0.75, thread=0.75)
