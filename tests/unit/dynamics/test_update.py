@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gossipdp.dynamics.chunks import Chunk, Role
 from gossipdp.dynamics.state import Segment, State
-from gossipdp.dynamics.update import KERNELS, LEAST_COMPILED_VALUES, choose_kernels
+from gossipdp.dynamics.update import KERNELS, choose_kernels, take_operations
 
 MOST = 1001
 LENGTHS = (0, 1, 2, 15, 16, 17, 255, MOST)
@@ -229,13 +229,19 @@ def test_momentum_of_long_ago_is_none(dtype):
     assert torch.equal(values, x + 0.5 * mine)
 
 
+def test_to_take_many_values_needs_no_more_scratch_than_16_million():
+    for length, num_operations in ((1 << 24, 3), ((1 << 24) + 1, 6)):
+        x, taken = (torch.empty(length, dtype=dtype, device="meta") for dtype in (BF16, F32))
+        assert len(take_operations(x, taken)) == num_operations
+
+
 def state_of(*dtypes: torch.dtype) -> State:
     return State([Segment(torch.zeros(3, dtype=dtype), Role.TRAINED) for dtype in dtypes])
 
 
 def test_numba_is_chosen_if_it_pays(monkeypatch):
     monkeypatch.delenv("GOSSIPDP_KERNELS", raising=False)
-    assert [choose_kernels(LEAST_COMPILED_VALUES - less) for less in (0, 1)] == ["numba", "torch"]
+    assert [choose_kernels(number) for number in (1_000_000, 999_999)] == ["numba", "torch"]
     assert choose_kernels(1, "numba") == "numba"
     monkeypatch.setenv("GOSSIPDP_KERNELS", "torch")
     assert choose_kernels(10**9) == "torch"

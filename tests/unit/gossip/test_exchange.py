@@ -306,7 +306,7 @@ def test_a_slot_waits_for_the_repeat_in_it_though_its_chunk_is_closed():
     """The peer's repeat came while ours is queued: the next chunk of the slot must not be taken."""
     states, codecs = pair("lattice8", chunk_bytes=512)
     (mine, theirs), (here, there) = start(states, codecs=codecs)
-    window = FORMATS["lattice8"].window
+    window = 6
     here.pump()  # the steps: the finest, with which no code can be read
     deliver(mine, there)
     there.pump()
