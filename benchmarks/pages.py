@@ -123,8 +123,8 @@ def tuned() -> str:
             )
         )
     head = ("", "learning rate", "weight decay", "spares", "steps between saves")
-    of_torchft = ("outer rate, momentum", "dead after (s)", "time-out (s)", "waits for late ones (s)")
-    return markdown_table((*head, *of_torchft), lines)
+    waits_of = ("dead after (s)", "time-out (s)", "waits for late ones (s)")
+    return markdown_table((*head, "outer rate, momentum", *waits_of), lines)
 
 
 def finished(name: str, seconds: float) -> list[Run]:

@@ -10,8 +10,8 @@ The faults are drawn by :mod:`drawn_faults`. For each, the tests that reach its 
 fresh copy of the tree, the nearest first, up to the first failure; :mod:`reached_lines` records
 once which tests those are. A fault is killed if a test fails or hangs. Tests for which
 ``--seconds`` are too few are left out: a fault that survives "within the limit" may be killed by
-one of them. A fault that no test reaches survives too. Tests with real processes do not run: the
-record lacks them.
+one of them. A fault that no test reaches survives too. If a test with real processes kills a fault,
+it runs once more without the fault: if it fails again, the fault counts as a survivor.
 
 ``equivalent.toml`` has the faults that were judged to change nothing that anybody could notice.
 They are drawn, but neither run nor counted.
@@ -41,7 +41,7 @@ from pathlib import Path
 
 import reached_lines
 from drawn_faults import Fault, draw
-from reached_lines import MARKED, Chosen, Record, within
+from reached_lines import MARKED, Chosen, Reaching, Record, within
 from tested_copies import EQUIVALENT, PASSED, ROOT, SOURCE, Copy, first_failure, run_tests
 
 RESULTS = ROOT / "runs/mutants"
@@ -49,6 +49,8 @@ RESULTS = ROOT / "runs/mutants"
 SLOWER, LEAST_S = 5.0, 20.0
 KILLED, LATE, SURVIVED, CUT = "killed", "killed (time-out)", "SURVIVED", "SURVIVED within the limit"
 UNREACHED, EXEMPT = "SURVIVED unreached", "equivalent"
+DOUBTFUL = "SURVIVED by doubt"
+"""A test with real processes failed, with the fault and without."""
 
 
 @dataclass(frozen=True)
@@ -185,26 +187,36 @@ def run(
     if not reaching:
         return Outcome(number, fault, diff, UNREACHED)
     chosen = within(reaching, seconds)
-    files = list(dict.fromkeys(test.file for test in chosen))
-    plugin = Chosen([test.name for test in chosen], record.known_of(files))
-    longest_s = max(test.seconds for test in chosen)
-    with Copy() as root:
-        (root / SOURCE / fault.file).write_text(fault.apply(text))
-        code, output = run_tests(
-            files,
-            root,
-            SLOWER * (seconds + longest_s) + LEAST_S,
-            test_timeout_s=SLOWER * longest_s + LEAST_S,
-            options=("-x", *MARKED),
-            plugins=[plugin],
-        )
+    run_them = partial(_run, record=record, file=fault.file, seconds=seconds)
+    code, output = run_them(chosen, text=fault.apply(text))
     by, is_late = first_failure(output)
+    killer = [test for test in chosen if test.name == by and test.starts]
     if code == PASSED:
         verdict, by = SURVIVED if len(chosen) == len(reaching) else CUT, ""
+    elif killer and run_them(killer, text=text)[0] != PASSED:
+        verdict = DOUBTFUL
     else:
         verdict, by = LATE if code is None or is_late else KILLED, by or f"status {code}"
     took = round(time.monotonic() - began, 1)
     return Outcome(number, fault, diff, verdict, by, len(reaching), len(chosen), took)
+
+
+def _run(
+    tests: Sequence[Reaching], *, record: Record, file: str, text: str, seconds: float
+) -> tuple[int | None, str]:
+    """Run tests, up to the first failure, in a copy of the tree in which a file has this text."""
+    files = list(dict.fromkeys(test.file for test in tests))
+    longest_s = max(test.seconds for test in tests)
+    with Copy() as root:
+        (root / SOURCE / file).write_text(text)
+        return run_tests(
+            files,
+            root,
+            SLOWER * (2 * seconds + longest_s) + LEAST_S,
+            test_timeout_s=SLOWER * longest_s + LEAST_S,
+            options=("-x", *MARKED),
+            plugins=[Chosen([test.name for test in tests], record.known_of(files))],
+        )
 
 
 def show(outcomes: Sequence[Outcome], seconds: float) -> None:

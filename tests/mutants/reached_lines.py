@@ -1,17 +1,21 @@
 """Which tests reach which lines of the library: recorded by coverage.py, a context for each test.
 
 The record lies in ``runs/mutants``. It is of one state of ``src``: after another, all is recorded
-anew. Of the tests only files that have changed are.
+anew. Of the tests only files that have changed are. What a test starts is recorded as its own: by
+``COVERAGE_PROCESS_START`` coverage.py begins with each interpreter, and with what a fork server
+forks. Nothing is of a process that was killed.
 """
 
 import ast
 import hashlib
 import json
+import os
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -19,15 +23,15 @@ from typing import Any
 
 import pytest
 from drawn_faults import Fault
-from tested_copies import PASSED, ROOT, SOURCE, Copy, run_tests
+from tested_copies import FAILED, NO_TESTS, PASSED, ROOT, SOURCE, Copy, run_tests
 
 FOLDERS = ("unit", "property", "simulation", "integration")
 """Those of the tests that are recorded, the nearest to a line first."""
 RECORD = ROOT / "runs/mutants/reached_lines.json"
 COMPILED = {"gossipdp/dynamics/update_loops.py": "gossipdp/dynamics/machine_code.py"}
 """Files that run as machine code, which no tracer sees, with the files that call them."""
-MARKED = ("-m", "not processes and not long")
-"""The tests that are recorded and run: the tracer does not see other processes."""
+MARKED = ("-m", "not long")
+"""The tests that are recorded and run."""
 # So long may a share of the tests take while the tracer runs, and one of them.
 RECORDING_S, SLOWEST_S = 7200.0, 300.0
 SHARES_PER_JOB = 4
@@ -37,11 +41,15 @@ FILE_S = 0.5
 
 @dataclass(frozen=True)
 class Reaching:
-    """What one test reaches: by file, the lines as bits; ``seconds`` is how long it took."""
+    """What one test reaches: by file, the lines as bits; ``seconds`` is how long it took.
+
+    starts: whether it starts real processes.
+    """
 
     name: str
     has_passed: bool
     seconds: float
+    starts: bool
     lines: dict[str, int]
 
     @property
@@ -57,11 +65,26 @@ class Recorder:
         self._seconds: dict[str, float] = defaultdict(float)
         self._failed: set[str] = set()
         self._skipped: set[str] = set()
+        self._starting: set[str] = set()
+        self._lines: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_load_initial_conftests(self) -> None:
+        """Let the processes of tests record, too; what conftest.py imports copies the variables."""
+        self._source = Path.cwd() / SOURCE
+        self._children = self._output.with_suffix(".children")
+        self._children.mkdir()
+        settings = self._output.with_suffix(".ini")
+        settings.write_text(
+            f"[run]\nsource = {self._source / 'gossipdp'}\ndata_file = {self._children / 'data'}\n"
+            "parallel = true\nconcurrency = multiprocessing, thread\n"
+            "disable_warnings = no-data-collected, trace-changed, module-not-imported\n"
+        )
+        os.environ["COVERAGE_PROCESS_START"] = str(settings)
 
     def pytest_configure(self) -> None:
         import coverage
 
-        self._source = Path.cwd() / SOURCE
         file, source = self._output.with_suffix(".sqlite"), [str(self._source / "gossipdp")]
         self._coverage = coverage.Coverage(data_file=str(file), config_file=False, source=source)
         self._coverage.set_option("run:disable_warnings", ["trace-changed"])
@@ -72,12 +95,15 @@ class Recorder:
 
         Some tests set trace functions of their own, so the tracer begins anew with each.
         """
+        if item.get_closest_marker("processes"):
+            self._starting.add(item.nodeid)
         self._coverage.start()
         self._coverage.switch_context(item.nodeid)
         try:
             return (yield)
         finally:
             self._coverage.stop()
+            self._take_children(item.nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.nodeid] += report.duration
@@ -88,18 +114,37 @@ class Recorder:
 
     def pytest_sessionfinish(self) -> None:
         data = self._coverage.get_data()
-        names = self._seconds.keys() - self._skipped
-        lines: dict[str, dict[str, int]] = {name: defaultdict(int) for name in sorted(names)}
         for path in data.measured_files():
-            file = Path(path).relative_to(self._source).as_posix()
             for line, contexts in data.contexts_by_lineno(path).items():
-                for name in lines.keys() & contexts:
-                    lines[name][file] |= 1 << line
+                for name in contexts:
+                    self._lines[name][self._file(path)] |= 1 << line
         tests = [
-            Reaching(name, name not in self._failed, round(self._seconds[name], 3), dict(reached))
-            for name, reached in lines.items()
+            Reaching(
+                name,
+                name not in self._failed,
+                round(self._seconds[name], 3),
+                name in self._starting,
+                dict(self._lines[name]),
+            )
+            for name in sorted(self._seconds.keys() - self._skipped)
         ]
         self._output.write_text(json.dumps([asdict(test) for test in tests]))
+
+    def _take_children(self, name: str) -> None:
+        """Put down to a test what its processes have reached, as they have ended."""
+        import coverage
+
+        for path in self._children.glob("data.*"):
+            data = coverage.CoverageData(str(path))
+            with suppress(coverage.CoverageException):  # it was killed while it wrote
+                data.read()
+                for measured in data.measured_files():
+                    for line in data.lines(measured) or ():
+                        self._lines[name][self._file(measured)] |= 1 << line
+            path.unlink(missing_ok=True)
+
+    def _file(self, path: str) -> str:
+        return Path(path).relative_to(self._source).as_posix()
 
 
 class Chosen:
@@ -138,8 +183,8 @@ class Record:
     def tests_for(self, fault: Fault) -> list[Reaching]:
         """Return those that reach a fault, the nearest first.
 
-        They are the unit tests of the same name, then unit before property, simulation and
-        integration; among equals the one that reaches the fewest lines. Lines at the top of a file
+        They are those of one process, the unit tests of the same name before unit, property,
+        simulation and integration; among equals the one that reaches the fewest lines. Lines at the top of a file
         run in whichever test imports it first, so all who reach a function of the file count.
         """
         file = COMPILED.get(fault.file, fault.file)
@@ -155,15 +200,19 @@ class Record:
 
 
 def within(tests: Sequence[Reaching], seconds: float) -> list[Reaching]:
-    """Return those of the tests, in their order, that fit into the time; at least the first."""
+    """Return those of the tests, in their order, that fit into the time; at least the first.
+
+    Those that start processes have as much time again.
+    """
     chosen: list[Reaching] = []
     files: set[str] = set()
+    left_s = {False: seconds, True: seconds}
     for test in tests:
         needed_s = test.seconds + (FILE_S if test.file not in files else 0.0)
-        if not chosen or needed_s <= seconds:
+        if not chosen or needed_s <= left_s[test.starts]:
             chosen.append(test)
             files.add(test.file)
-            seconds -= needed_s
+            left_s[test.starts] -= needed_s
     return chosen
 
 
@@ -179,7 +228,7 @@ def files_of_tests(only: Sequence[str]) -> list[str]:
 
 def record(files: Sequence[str], jobs: int) -> Record:
     """Return what the tests of these files reach; record what is not recorded yet."""
-    source = _digest(*sorted((ROOT / SOURCE / "gossipdp").rglob("*.py")))
+    source = _digest(Path(__file__), *sorted((ROOT / SOURCE / "gossipdp").rglob("*.py")))
     kept: dict[str, Any] = {"source": source, "files": {}}
     if RECORD.exists() and (last := json.loads(RECORD.read_text()))["source"] == source:
         kept = last
@@ -219,9 +268,10 @@ def _recorded(files: Sequence[str]) -> list[dict[str, Any]]:
             options=MARKED,
             plugins=[Recorder(output)],
         )
-        if not output.exists():
-            sys.exit(f"nothing was recorded (status {code}):\n{text}")
-        if code != PASSED:
+        # After an error in one file while tests are collected pytest runs none of the others.
+        if code not in (PASSED, FAILED, NO_TESTS) or not output.exists():
+            sys.exit(f"not all was recorded (status {code}):\n{text}")
+        if code == FAILED:
             print(text)
         tests: list[dict[str, Any]] = json.loads(output.read_text())
         return tests
@@ -241,12 +291,12 @@ def _bits(first: int, last: int) -> int:
     return (1 << (last + 1)) - (1 << first)
 
 
-def _distance(test: Reaching, fault: Fault) -> tuple[bool, int, int, str]:
+def _distance(test: Reaching, fault: Fault) -> tuple[bool, bool, int, int, str]:
     file, source = Path(test.file), Path(fault.file)
     is_namesake = file.stem == f"test_{source.stem}" and file.parent.name == source.parent.name
     folder = FOLDERS.index(file.parts[1]) if file.parts[1] in FOLDERS else len(FOLDERS)
     num_lines = sum(bits.bit_count() for bits in test.lines.values())
-    return not is_namesake, folder, num_lines, test.name
+    return test.starts, not is_namesake, folder, num_lines, test.name
 
 
 def _digest(*paths: Path) -> str:

@@ -20,12 +20,12 @@ from hypothesis import Phase, settings
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # What tests need of the tree.
-COPIED = ("src", "tests", "tools", "pyproject.toml")
+COPIED = ("src", "tests", "tools", "examples", "docs", "README.md", "mkdocs.yml", "pyproject.toml")
 SOURCE = Path("src")
 EQUIVALENT = HERE / "equivalent.toml"  # of random_faults.py, no part of the catalogue
 # One test may take this long; what it waits for may never come.
 TEST_TIMEOUT_S, LONGEST_WAIT_S = 60.0, 20.0
-PASSED, FAILED = 0, 1
+PASSED, FAILED, NO_TESTS = 0, 1, 5
 PRELOADED = ["torch", "numba", "networkx", "scipy", "cryptography.x509", "hypothesis", "pytest"]
 # Tests with real processes start a server of their own.
 OPTIONS = ("-x", "-m", "not processes")

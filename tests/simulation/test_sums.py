@@ -250,7 +250,7 @@ def test_a_lost_link_costs_an_average_nothing_but_time(lost):
 
 def test_a_turn_does_a_few_chunks_and_says_that_work_is_left():
     """Each costs a pass: at each look at the clock so much time has gone."""
-    clock = partial(next, itertools.count(0.0, 0.3 * data_side.BUSY_S))
+    clock = partial(next, itertools.count(0.0, 0.003))
     constants = Constants.of(build_graph("complete", 1))
     (worker,) = make_workers(constants, seed=0, num_chunks=40).values()
     ended: list[Any] = []

@@ -178,7 +178,11 @@ def fake_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCard]:
     driver = SimpleNamespace(cudaHostRegister=lambda *_: 1)  # which pins no memory of others
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.accelerator, "device_index", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
+
+    def synchronize(device: torch.device) -> None:
+        card.num_waits += 1
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
     # Addresses, which the fake ones lack.
     real = torch.UntypedStorage.data_ptr
 

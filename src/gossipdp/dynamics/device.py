@@ -295,11 +295,11 @@ class Slot:
         pinned = out if self._device.is_pinned(out) else self._pinned(out)
         pinned.copy_(self.on_device(out), non_blocking=True)
         if total is not None:
-            self._total[0].copy_(total, non_blocking=True)
+            self._total.copy_(total, non_blocking=True)
         self._device.finish()
         if pinned is not out:
             out.copy_(pinned)
-        return None if total is None else self._total[0]
+        return None if total is None else self._total
 
     def _pinned(self, values: Tensor) -> Tensor:
         """Return the slot's own pinned memory, as ``values``."""

@@ -150,7 +150,7 @@ def ask_members(
 def _resolved(host: str, port: int) -> set[tuple[str, int]]:
     """Return all numeric addresses; raises RendezvousError for an unknown name."""
     try:
-        found = socket.getaddrinfo(host, 9, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         return {(str(each[4][0]), port) for each in found}
     except OSError as error:
         raise RendezvousError(f"cannot join at {host!r}: {error}; check the name") from error

@@ -266,7 +266,6 @@ def take_state(
         live = set(thread.call(loop.protocol.membership.live).result()) - {rank}
         nearest = sorted(live.difference(ancestors), key=lambda each: (abs(each - rank), each))
         for donor in [*filter(live.__contains__, ancestors), *nearest]:
-            thread.check()
             try:
                 arriving = None if is_start else Arriving(most_bytes)
                 return fetch_state(thread, loop, donor, arriving, patience_s)

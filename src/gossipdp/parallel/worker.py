@@ -42,7 +42,7 @@ from gossipdp.parallel.optimizer_watch import OptimizerWatch
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.pace import Pace
 from gossipdp.parallel.packing import check_savable
-from gossipdp.parallel.shards import Replica, reshard
+from gossipdp.parallel.shards import Replica
 from gossipdp.parallel.stats import (
     Consolidated,
     Stats,
@@ -134,7 +134,6 @@ class Worker(Entry):
             self._pace = Pace(options)
             self._state.compile()
             self.start()
-            reshard(module)
             self._agreed = replica.agree(self._own_view())
             own = weakref.ref(self)
             speak_for_run(lambda: (worker := own()) is None or worker.is_lead)

@@ -254,6 +254,23 @@ def test_second_moments_are_averaged_as_their_optimizers_correct_them(ages):
         assert not math.isfinite(end.exchange(0.0, torch.empty(1000), infinite, 0.5)), "not taken"
         assert end.boundary(0.0)
         torch.testing.assert_close(end.x / mass, squares.mean(dim=0))
+    meet(*ends)
+    for end, age in zip(ends, ages, strict=True):
+        held, out = end.x.clone(), torch.empty(1000)
+        end._moment.steps = 0  # the optimizer was reset: what was brought counts no more
+        assert end.boundary(0.0)
+        end._moment.steps = age
+        end.read(out)
+        assert torch.equal(end.x, held)
+        assert torch.equal(out, held)
+
+
+def test_a_moment_whose_values_add_up_to_zero_is_averaged():
+    ends = [moment(torch.tensor(each), 1, 0.0) for each in ([1.0, -1.0, 0.0], [3.0, 1.0, 2.0])]
+    meet(*ends)
+    for end in ends:
+        assert end.boundary(0.0)
+        assert end.x.tolist() == [2.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -296,47 +313,52 @@ def test_a_variance_of_low_precision_that_shrinks_after_a_boundary_stays_positiv
         one.exchange(0.0, sent, sent, 0.5)
 
 
-@pytest.fixture
-def helped(monkeypatch: pytest.MonkeyPatch) -> State:
-    """Make a state of ten chunks whose boundary has helpers, as soon as it is compiled."""
+def test_a_helper_s_error_reaches_the_boundary_of_a_large_model(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr("gossipdp.dynamics.state.LEAST_HELPED_VALUES", 1)
-    return State([Segment(torch.zeros(10), Role.TRAINED, chunk_bytes=4)])
-
-
-def test_a_helper_s_error_reaches_the_boundary(helped, monkeypatch):
-    helped.compile("numba")
+    for length, num_helpers in ((7_999_999, 0), (8_000_000, 2)):
+        state = State([Segment(torch.empty(length), Role.TRAINED, momentum=False)])
+        state.compile("numba")
+        assert len(state._helpers) == num_helpers
     main, has_helped = threading.get_ident(), threading.Event()
 
     def boundary(theta: float, *, wait: bool) -> bool:
         if threading.get_ident() == main:
-            return has_helped.wait(10)
+            assert has_helped.wait(10)
+            return True
         has_helped.set()
         raise OSError("no such memory")
 
-    for chunk in helped.chunks:
+    for chunk in state.chunks:
         monkeypatch.setattr(chunk, "boundary", boundary, raising=False)
     with pytest.raises(OSError, match="no such memory"):
-        helped.boundary(0.0)
+        state.boundary(0.0)
     helpers = [each for each in threading.enumerate() if each.name.startswith("gossipdp-boundary")]
     assert helpers
-    helped.end_helpers()
+    state.end_helpers()
     assert not any(helper.is_alive() for helper in helpers)
 
 
-@pytest.mark.parametrize("num_threads", [0, 1, 2, 9])
-def test_with_the_helpers_that_there_are_a_boundary_is_whole(helped, monkeypatch, num_threads):
+@pytest.mark.parametrize(
+    ("given", "of_torch", "num_helpers"), [(0, 3, 0), (1, 3, 1), (9, 3, 2), (9, 99, 7)]
+)
+def test_with_the_helpers_that_there_are_a_boundary_is_whole(
+    monkeypatch, given, of_torch, num_helpers
+):
+    """With the caller they are as many as torch's threads, but no more than eight."""
     start, started = threading.Thread.start, []
 
     def start_few(thread: threading.Thread) -> None:
-        if len(started) == num_threads:
+        if len(started) == given:
             raise RuntimeError("can't start new thread")
         started.append(thread)
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_few)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: of_torch)
+    monkeypatch.setattr("gossipdp.dynamics.state.LEAST_HELPED_VALUES", 1)
+    helped = State([Segment(torch.zeros(10), Role.TRAINED, chunk_bytes=4)])
     helped.compile("numba")
-    assert len(started) == min(num_threads, 2)  # with the caller as many as torch has
+    assert len(started) == num_helpers
     helped.chunks[0].is_compiled = False  # as of a precision that no loop knows
     for times in (1, 2):
         for chunk in helped.chunks:
@@ -350,6 +372,12 @@ def test_with_the_helpers_that_there_are_a_boundary_is_whole(helped, monkeypatch
         assert not any(thread.is_alive() for thread in started)
 
 
+def test_momentum_that_is_dropped_is_in_no_chunk():
+    state = State([Segment(torch.zeros(3), Role.TRAINED, chunk_bytes=4) for _ in range(2)])
+    state.drop_momentum()
+    assert [each.c for each in (*state.segments, *state.chunks)] == [None] * 8
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("role", [Role.TRAINED, Role.UNOPTIMIZED])
 def test_no_chunk_is_longer_than_a_frame_in_any_precision(role, dtype):
@@ -358,5 +386,5 @@ def test_no_chunk_is_longer_than_a_frame_in_any_precision(role, dtype):
     for chunk_bytes in (1 << 25, MAX_CHUNK_BYTES):
         segment = Segment(x, role, momentum=False, chunk_bytes=chunk_bytes)
         longest = max(chunk.num_elements for chunk in segment.chunks)
-        assert longest * segment.pending.itemsize <= MAX_CHUNK_BYTES
-        assert longest * dtype.itemsize <= chunk_bytes
+        most = chunk_bytes // dtype.itemsize, MAX_CHUNK_BYTES // segment.pending.itemsize
+        assert longest == min(most)

@@ -108,6 +108,10 @@ def test_the_launches_and_waits_of_a_model_of_a_billion_parameters(card):
     assert cost(lambda: exchange(0.3)) == (13 * num_chunks, 3 * num_chunks, 6 * num_chunks)
     # No time has passed: neither the snapshot nor pending flows.
     assert cost(lambda: exchange(0.3)) == (11 * num_chunks, 3 * num_chunks, 6 * num_chunks)
+    # If a holder of a lock is thrown out before it leaves the mark, the next one waits for all.
+    order = state.device.order()
+    order.__enter__()
+    assert cost(order.__enter__) == (0, 1, 1)
     # The gossip thread waits for all its work before it ends: rule 4.
     card.finishes.clear()
     with state.device.gossip_thread():

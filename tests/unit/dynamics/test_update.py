@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gossipdp.dynamics.chunks import Chunk, Role
 from gossipdp.dynamics.state import Segment, State
-from gossipdp.dynamics.update import KERNELS, LEAST_COMPILED_VALUES, choose_kernels
+from gossipdp.dynamics.update import KERNELS, choose_kernels, take_operations
 
 MOST = 1001
 LENGTHS = (0, 1, 2, 15, 16, 17, 255, MOST)
@@ -208,7 +208,10 @@ def test_momentum_of_long_ago_is_none(dtype):
     mine, peers = torch.ones(7, dtype=dtype), torch.zeros(7, dtype=dtype)
     chunk.exchange(0.0, mine, peers, ALPHA_TILDE)
     chunk.boundary(0.0)
-    z = torch.empty_like(mine)
+    z, c = torch.empty_like(mine), torch.empty_like(mine)
+    for theta in (20.79, 20.8):  # at 20.794 a share of 2**-60 is left
+        chunk.read(z, c, theta)
+        assert bool(c.any()) is (theta == 20.79)
     chunk.read_z(z)
     theta = 0.0
     while theta < 400.0:  # exp(-800) is no number of 64 bits any more
@@ -226,13 +229,19 @@ def test_momentum_of_long_ago_is_none(dtype):
     assert torch.equal(values, x + 0.5 * mine)
 
 
+def test_to_take_many_values_needs_no_more_scratch_than_16_million():
+    for length, num_operations in ((1 << 24, 3), ((1 << 24) + 1, 6)):
+        x, taken = (torch.empty(length, dtype=dtype, device="meta") for dtype in (BF16, F32))
+        assert len(take_operations(x, taken)) == num_operations
+
+
 def state_of(*dtypes: torch.dtype) -> State:
     return State([Segment(torch.zeros(3, dtype=dtype), Role.TRAINED) for dtype in dtypes])
 
 
 def test_numba_is_chosen_if_it_pays(monkeypatch):
     monkeypatch.delenv("GOSSIPDP_KERNELS", raising=False)
-    assert [choose_kernels(LEAST_COMPILED_VALUES - less) for less in (0, 1)] == ["numba", "torch"]
+    assert [choose_kernels(number) for number in (1_000_000, 999_999)] == ["numba", "torch"]
     assert choose_kernels(1, "numba") == "numba"
     monkeypatch.setenv("GOSSIPDP_KERNELS", "torch")
     assert choose_kernels(10**9) == "torch"

@@ -200,8 +200,11 @@ def test_a_worker_whose_arrays_are_a_device_s_asks_for_values(monkeypatch):
     state, loaded = make_state(0), set()
     monkeypatch.setattr("gossipdp.dynamics.update.compile_loops", lambda *of: loaded.add(of))
     state.chunks[0].is_compiled = True
-    codec = Codec("auto", state)
-    assert loaded == {(torch.float32, wire) for wire in (torch.float32, torch.bfloat16)}
+    float32, bfloat16 = torch.float32, torch.bfloat16
+    for name, wires in (("full", [float32]), ("auto", [float32, bfloat16])):
+        loaded.clear()
+        codec = Codec(name, state)
+        assert loaded == {(float32, wire) for wire in wires}
     assert not codec.chooses_code(is_shared=False), "it would compile in an exchange"
     monkeypatch.setattr("gossipdp.gossip.codec.loop", loaded.add)
     codec.load()
@@ -291,11 +294,19 @@ def test_bytes_at_the_link(name):
     assert torch.allclose(x, y, rtol=0, atol=2.0**-5 if name == "lattice8" else 1e-6)
 
 
+@pytest.mark.parametrize(("num_elements", "num_bytes"), [(2, 8), (3, 11)])
+def test_a_chunk_whose_code_would_be_longer_travels_as_it_is(num_elements, num_bytes):
+    states, codecs = pair("lattice8", num_elements=num_elements)
+    _, ends = exchange(states, codecs, Random(0))
+    assert codecs[0].num_bytes(states[0].chunks[0]) == num_bytes
+    assert ends[0].num_applied == 1
+
+
 def test_a_slot_waits_for_the_repeat_in_it_though_its_chunk_is_closed():
     """The peer's repeat came while ours is queued: the next chunk of the slot must not be taken."""
     states, codecs = pair("lattice8", chunk_bytes=512)
     (mine, theirs), (here, there) = start(states, codecs=codecs)
-    window = FORMATS["lattice8"].window
+    window = 6
     here.pump()  # the steps: the finest, with which no code can be read
     deliver(mine, there)
     there.pump()

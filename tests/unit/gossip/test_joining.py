@@ -8,8 +8,8 @@ import pytest
 
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.gossip import joining
-from gossipdp.gossip.joining import MAX_ROUNDS_REFUSED, PAUSE_S, TURN_S, ask_members, has_ended
-from gossipdp.links.handshake import FIRST_VISITOR_RANK, Identity, Refusal
+from gossipdp.gossip.joining import ask_members, has_ended
+from gossipdp.links.handshake import FIRST_VISITOR_RANK, LAST_VISITOR_RANK, Identity, Refusal
 from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.messages import AskMembers, Envelope, Members, decode, encode
 
@@ -24,7 +24,10 @@ def members(**changes: Any) -> bytes:
 
 
 class Network:
-    """Each dial ends as ``answers`` says, in the order of the addresses; time passes in waits."""
+    """Each dial ends as ``answers`` says, in the order of the addresses; time passes in waits.
+
+    The first rank that is drawn is the lowest, and each one after it the highest.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: bytes | Refusal | bool | None):
         self.now_s = BEGINS_S
@@ -35,10 +38,12 @@ class Network:
         monkeypatch.setattr(joining, "TcpTransport", self._transport)
         monkeypatch.setattr(joining, "listen", lambda host, port: None)
         monkeypatch.setattr(joining, "time", SimpleNamespace(sleep=self._pass))
+        drawn = SimpleNamespace(randbelow=lambda bound: bound - 1 if self.ranks else 0)
+        monkeypatch.setattr(joining, "secrets", drawn)
 
     def _pass(self, seconds: float) -> None:
         self.now_s += seconds
-        assert self.now_s < BEGINS_S + TIMEOUT_S + 2 * PAUSE_S, "it asks for ever"
+        assert self.now_s < BEGINS_S + TIMEOUT_S + 0.6, "it asks for ever"
 
     def _transport(self, handler: Any, identity: Identity, *_: object, tls: None) -> Any:
         dials: list[tuple[str, int]] = []
@@ -91,8 +96,7 @@ def test_an_address_that_becomes_known_is_dialled_at_once(monkeypatch, first, kn
     network.known_s = BEGINS_S + known_s
     assert [each.rank for each in network.ask().members] == [0, 1]
     assert network.now_s < BEGINS_S + 1.0
-    assert len(network.ranks) == num_rounds
-    assert min(network.ranks) >= FIRST_VISITOR_RANK
+    assert network.ranks == [FIRST_VISITOR_RANK, LAST_VISITOR_RANK][:num_rounds]
 
 
 def test_all_addresses_of_a_name_are_dialled(monkeypatch):
@@ -119,7 +123,7 @@ def test_an_unknown_name_is_said():
     [
         ((members(is_ending=True), True), "the run is ending", 1),
         ((Refusal("secret"), False), "the secrets differ", 1),
-        ((True, True), "refused the connection; the run has ended", MAX_ROUNDS_REFUSED),
+        ((True, True), "refused the connection; the run has ended", 3),
     ],
 )
 def test_a_refusal_is_the_end(monkeypatch, answers, message, num_rounds):
@@ -127,7 +131,7 @@ def test_a_refusal_is_the_end(monkeypatch, answers, message, num_rounds):
     with pytest.raises((RefusedError, RendezvousError), match=message):
         network.ask()
     assert len(network.ranks) == num_rounds
-    spent_s = num_rounds * TURN_S + (num_rounds - 1) * PAUSE_S
+    spent_s = num_rounds * 0.1 + (num_rounds - 1) * 0.3
     assert network.now_s == pytest.approx(BEGINS_S + spent_s)
 
 
@@ -141,6 +145,8 @@ def test_without_an_answer_it_ends_in_time(monkeypatch, answer, fault, told):
     with pytest.raises(RendezvousError, match=rf"was silent for 60 s{told}; the run has"):
         network.ask()
     assert network.now_s >= BEGINS_S + TIMEOUT_S
+    # A silent round lasts 6 s, and one in which every dial fails a tenth.
+    assert len(network.ranks) in ([10] if answer is None else range(140, 152))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import math
+import sys
 import weakref
 from collections.abc import Collection
 
@@ -15,16 +16,26 @@ from reference import MomentumState
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.phase import Phase
 from gossipdp.dynamics.state import Segment, State
-from gossipdp.errors import SupersededError
-from gossipdp.gossip.codec import FORMATS
-from gossipdp.gossip.loop import MAX_WAITING, GossipLoop
+from gossipdp.errors import PeerLostError, RefusedError, SupersededError
+from gossipdp.gossip.exchange import CompletedExchange
+from gossipdp.gossip.loop import GossipLoop
 from gossipdp.graph import build_graph
 from gossipdp.graph.constants import Constants
+from gossipdp.launcher import reports
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.handshake import Refusal
 from gossipdp.links.link import BETWEEN_LINKS_S
 from gossipdp.protocol import messages as say
-from gossipdp.protocol.actions import Begin, Notice, Reach, Rebuilt, Send, Withdrawn
+from gossipdp.protocol.actions import (
+    Begin,
+    LeftBehind,
+    Notice,
+    Reach,
+    Rebuilt,
+    Send,
+    Unlink,
+    Withdrawn,
+)
 from gossipdp.protocol.exchange_rate import ExchangeRate
 from gossipdp.protocol.members import Member, Status
 
@@ -109,6 +120,7 @@ def test_nobody_exchanges_before_it_has_parameters():
     assert worker.loop.transfers.has_state
     worker.loop.hold()  # while others are loaded, as right after the start
     assert not worker.loop.transfers.has_state
+    assert worker.links[2].closed_for == "the parameters are being loaded"
 
 
 def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on(monkeypatch):
@@ -127,12 +139,12 @@ def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on(m
     assert gain != worker.loop.protocol.neighbourhood.place.alpha_tilde
     state = MomentumState(X.double(), torch.zeros(8).double())
     for number in (1, 2, 3):
-        worker.now = float(number)
-        worker.loop.perform([Begin(1, say.ExchangeId(1, 0, number), gain, (4, 8))])
+        worker.now, initiator = float(number), number % 2
+        worker.loop.perform([Begin(1, say.ExchangeId(initiator, 0, number), gain, (4, 8))])
         worker.loop._exchange.num_repeated = number
         theta = worker.phase.at(worker.now + 0.5)
         state, flowed_to = state.flow(1.0, theta - flowed_to), theta
-        key = ChunkKey(1, 0, number, 0)
+        key = ChunkKey(initiator, 0, number, 0)
         room = worker.loop.chunk_buffer(link, FrameType.EXCHANGE_CHUNK, key, peers.nbytes)
         room[:] = memoryview(peers.numpy()).cast("B")
         delta = state.x - peers.double()
@@ -145,6 +157,8 @@ def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on(m
         torch.testing.assert_close(worker.segment.c.double(), state.c, rtol=0.0, atol=1e-5)
         worker.loop.turn(0.0)
         done = worker.loop.snapshot.recent_exchanges[-1]
+        assert (done.peer, done.initiated) == (1, initiator == 0)
+        assert (done.started_s, done.ended_s) == (number, number + 0.25)
         assert done.half_squared_distance == pytest.approx(0.5 * float(delta.square().sum()))
     assert (taken, agreed) == ([(0.25, 0.0)] * 3, [(4, 8)] * 3)
     counters = worker.loop.snapshot.counters
@@ -166,7 +180,9 @@ def test_what_went_over_a_link_counts_when_it_has_ended():
     worker = Worker()
     worker.links[1].bytes_sent, worker.links[1].shared_bytes_received = 10, 1000
     worker.links[2].bytes_sent = 100
-    worker.loop.link_down(worker.links[1], "lost")
+    worker.loop.perform([Unlink(1, "silent")])
+    assert [worker.links[peer].closed_for for peer in (1, 2)] == ["silent", None]
+    worker.loop.link_down(worker.links[1], "silent")
     worker.loop.link_up(FakeLink(1))
     worker.loop.turn(0.0)
     counters = worker.loop.snapshot.counters
@@ -219,7 +235,13 @@ def test_what_an_old_address_refuses_is_not_laid_to_the_new_one():
     assert worker.loop.protocol.membership.get(1) == back
     worker.loop.turn(0.0)
     assert not [each for each in worker.links[2].said if isinstance(each, say.AskLife)]
+    ends: list[Exception | None] = []
+    worker.loop.transfers.fetch(1, None, ends.append, TIMEOUT_S)
+    worker.loop.perform([Send(1, say.Envelope(say.AskLife(2, 1)))])
+    assert worker.loop._outbox
     worker.loop.dial_failed(1, new, refused_connection=True)
+    assert not worker.loop._outbox
+    assert [type(each) for each in ends] == [PeerLostError]
     worker.loop.turn(0.0)
     (question,) = (each for each in worker.links[2].said if isinstance(each, say.AskLife))
     no = say.Envelope(say.TellLife(1, question.counter, is_heard=False))
@@ -291,11 +313,27 @@ def test_for_a_peer_that_is_dialled_for_ever_the_last_messages_wait():
     """A firewall drops its packets, so that no dial is refused, and words are said again."""
     worker = Worker()
     worker.loop.perform(Send(7, say.Envelope(say.AskLife(2, n))) for n in range(100))
-    assert len(worker.loop._outbox[7]) == MAX_WAITING
+    worker.loop.dial_failed(7, worker.address(7), refused_connection=False)
     worker.loop.link_up(late := FakeLink(7))
     asked = [each.counter for each in late.said if isinstance(each, say.AskLife)]
-    assert asked == list(range(100 - MAX_WAITING, 100))
+    assert asked == list(range(84, 100))
     assert not worker.loop._outbox
+
+
+def test_what_an_action_brings_about_comes_after_it_also_if_another_has_failed(monkeypatch):
+    worker, dialled = Worker(), []
+
+    def dial(peer: int, host: str, port: int) -> None:
+        worker.loop.perform([Reach(peer - 1, host, port)] if peer else [])
+        dialled.append(peer)
+
+    worker.loop.transport.dial = dial
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(PeerLostError, match="worker 0 stood still for 12 s, and no other worker"):
+        worker.loop.perform([LeftBehind(12.0)])
+    assert sys.excepthook is reports._say, "the launcher prints it"
+    worker.loop.perform([Reach(2, "10.0.0.1", 4000)])
+    assert dialled == [2, 1, 0]
 
 
 def test_the_first_graph_of_a_worker_that_comes_back_is_dialled_at_once():
@@ -320,9 +358,13 @@ def test_a_worker_whose_successor_is_linked_everywhere_is_told_so_by_refusals():
     worker.now = BETWEEN_LINKS_S
     worker.loop.turn(0.0)
     assert sorted(dialled) == [(peer, *worker.address(peer)) for peer in (1, 2)]
-    for field, is_alive in (("model", False), ("own_rank", True)):
+    ends: list[Exception | None] = []
+    for field, kind in (("model", RefusedError), ("own_rank", PeerLostError)):
+        worker.loop.transfers.fetch(1, None, ends.append, TIMEOUT_S)
         worker.loop.refused(1, Refusal(field))
-        assert (worker.loop.protocol.peers.last_heard(1) == worker.now) == is_alive
+        assert type(ends[-1]) is kind
+        is_alive = worker.loop.protocol.peers.last_heard(1) == worker.now
+        assert is_alive == (field == "own_rank")
     refusal = Refusal("incarnation", "1", "0")
     worker.loop.refused(1, refusal)
     worker.loop.refused(2, refusal)
@@ -339,7 +381,7 @@ def test_nothing_is_written_where_a_lost_peer_may_still_read():
     worker.loop.perform([Begin(1, say.ExchangeId(0, 0, 1), 0.5)])
     worker.loop.writable(link)
     slots = link.chunks[:]
-    assert len(slots) == FORMATS["full"].window
+    assert len(slots) == 4
     for index in range(2):
         # The peer's chunks come while ours stay unread.
         key = ChunkKey(0, 0, 1, index)
@@ -411,14 +453,27 @@ def test_a_loss_is_not_forgotten_whatever_happens_to_others():
     assert [notice.number for notice in notices[1:]] == list(range(1003, 2002))
 
 
+def test_the_distance_that_is_shown_is_that_of_the_last_sixteen_exchanges():
+    publisher = Worker().loop._publisher
+    for number in range(20):
+        done = CompletedExchange(1, True, number, number + 0.5, half_squared_distance=number)
+        publisher.exchanged(done, 1, 0)
+    shown = publisher.snapshot(20.0)
+    assert [each.started_s for each in shown.recent_exchanges] == list(range(4, 20))
+    assert (shown.counters.edge_distance, shown.counters.exchange_seconds) == (11.5, 10.0)
+
+
 @pytest.mark.parametrize(
     ("is_finished", "leaves_after", "num_polls"), [(False, 3, 0), (True, 3, 3), (True, 100, 8)]
 )
 def test_only_at_the_end_of_a_run_closing_waits_for_the_last_words(
     monkeypatch, is_finished, leaves_after, num_polls
 ):
-    """And at most a second; after an error nothing more is done with links."""
-    worker, polls = Worker(), []
+    """And at most a second; after an error nothing more is done with links. All else ends."""
+    worker, polls, ended = Worker(), [], []
+    worker.loop.transfers.fetch(1, None, ended.append, TIMEOUT_S)
+    asked, before = worker.loop.sums.ask(), worker.loop.snapshot
+    worker.loop.perform([Begin(1, say.ExchangeId(1, 0, 1), 0.5)])
 
     def poll(longest_s: float) -> None:
         worker.now += 0.125
@@ -428,7 +483,12 @@ def test_only_at_the_end_of_a_run_closing_waits_for_the_last_words(
                 link.controls.clear()
 
     monkeypatch.setattr(worker.loop.transport, "poll", poll)
+    monkeypatch.setattr(worker.loop.transport, "close", lambda: polls.append("closed"))
     monkeypatch.setattr(worker.loop.protocol.consolidation, "is_finished", is_finished)
     assert any(link.has_unsent for link in worker.links.values())
     worker.loop.close()
-    assert len(polls) == num_polls
+    assert polls == [*[0.1] * num_polls, "closed"]
+    errors = [str(each) for each in (*ended, asked.exception(timeout=0))]
+    assert errors == ["this worker is closing"] * 2
+    assert worker.loop._exchange is None
+    assert worker.loop.snapshot is not before

@@ -18,8 +18,13 @@ def watch(tmp_path, monkeypatch) -> IdleWatch:
 
 def write(tmp_path, *, ran_s: float, waited_s: float, idle: dict[int, int], ticks: int) -> None:
     (tmp_path / "schedstat").write_text(f"{int(ran_s * 1e9)} {int(waited_s * 1e9)} 7\n")
-    lines = [f"cpu{core} {ticks - each} 0 0 {each} 0 0 0 0 0 0\n" for core, each in idle.items()]
-    (tmp_path / "stat").write_text("cpu  0 0 0 0 0 0 0 0 0 0\n" + "".join(lines) + "intr 5\n")
+    lines = ["cpu  0 0 0 0 0 0 0 0 0 0\n"]
+    for core, each in idle.items():
+        waits, busy = each // 4, ticks - each
+        guest = stolen = busy // 2
+        ran = f"{busy - stolen} 0 0 {each - waits} {waits} 0 0 {stolen} {guest} 0"
+        lines.append(f"cpu{core} {ran}\n")
+    (tmp_path / "stat").write_text("".join(lines) + "intr 5\n")
 
 
 def test_what_ran_or_waited_was_busy_and_other_cores_do_not_count(tmp_path, monkeypatch):
@@ -38,6 +43,9 @@ def test_without_these_statistics_the_threads_own_clock_counts(tmp_path, monkeyp
     monkeypatch.setattr(processor.time, "clock_gettime", lambda clock: next(times_s))
     (tmp_path / "schedstat").write_text("0 0 0\n")
     assert (made.look(0.0), made._ticks()) == (None, (0, 0))
+    for text in ("cpu0 1 2 3\n", "cpu0 - - - - -\n"):
+        made._of_machine.write_text(text)
+        assert made._ticks() == (0, 0)
     assert made.look(1.0) == Idle(core=0.5, thread=0.5)
     (tmp_path / "schedstat").unlink()
     assert made.look(2.0) == Idle(core=0.75, thread=0.75)
@@ -96,7 +104,7 @@ def test_what_a_container_may_not_use_is_not_idle(name, throttled, tmp_path, mon
             folder.with_name("cpu.stat").write_text(stat)
 
     tell(7000, 100, 30)
-    times_s = iter([1.0, 1.1, 1.2])
+    times_s = iter([1.0, 1.1, 1.2, 1.3])
     monkeypatch.setattr(processor.time, "process_time", lambda: next(times_s))
     monkeypatch.setattr(cores, "GROUPS", tmp_path / "groups")
     monkeypatch.setattr(cores, "OWN_GROUPS", tmp_path / "own")
@@ -113,3 +121,4 @@ def test_what_a_container_may_not_use_is_not_idle(name, throttled, tmp_path, mon
     assert found.ran == pytest.approx(1 - share * 0.75)
     tell(7400, 120, 30 + 2 * throttled)
     assert made.look(2.0).ran == 1.0, "it wanted nothing meanwhile"
+    assert made.look(3.0).ran == 1.0, "no period has ended meanwhile"

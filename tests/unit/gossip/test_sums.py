@@ -12,7 +12,8 @@ from torch import Tensor
 
 from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.state import Segment, State
-from gossipdp.gossip.sums import MAX_QUEUED_CHUNKS, MAX_WAITING_CHUNKS, Sums
+from gossipdp.errors import PeerLostError
+from gossipdp.gossip.sums import Sums
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.protocol import actions as do
 from gossipdp.protocol.messages import Epoch
@@ -179,9 +180,9 @@ def test_an_old_result_is_not_sent_in_place_of_a_new_one():
     """It waits behind a full link while a new sum begins, and only so many chunks wait."""
     worker = Member(1, torch.ones(2))
     queue = worker.links[2].queue
-    queue.extend(range(MAX_QUEUED_CHUNKS))
+    queue.extend(range(3))
     worker.perform([do.SendResult(2, EPOCH, 1)] * 5000)
-    assert len(worker.sums._queues[2]) == MAX_WAITING_CHUNKS
+    assert (len(queue), len(worker.sums._queues[2])) == (4, 1023)
     worker.consolidation.origin = epoch(2)
     worker.perform([do.Forget(EPOCH)])
     queue.clear()
@@ -203,3 +204,17 @@ def test_what_arrives_of_a_sum_that_was_given_up_is_left_alone():
     root.perform([do.FinishChunk(epoch(2), 0, 1), do.FinishChunk(EPOCH, 0, 1)])
     assert [each[:2] for each in root.said] == [("finished", 0)]
     assert not root.sums._slots.keys() - {epoch(2)}
+
+
+def test_a_worker_that_closes_fails_its_own_request_and_keeps_nothing():
+    worker = Member(1, torch.ones(2))
+    worker.average = lambda now: []
+    asked, sums = worker.sums.ask(), worker.sums
+    worker.outcome()
+    worker.links[2].queue.extend(range(4))
+    worker.perform([do.SendResult(2, EPOCH, 1)])
+    sums.end("it closes")
+    with pytest.raises(PeerLostError, match="it closes"):
+        asked.result(timeout=0)
+    assert (sums.outcome, sums._slots, sums._queues) == (None, {}, {})
+    worker.perform([do.AverageEnded(EPOCH, 3, {})])  # too late

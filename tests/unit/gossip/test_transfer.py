@@ -172,7 +172,7 @@ def test_no_turn_of_a_donor_looks_at_more_than_a_few_chunks(ends, what):
     assert most <= transfer.SLOTS + 1
 
 
-SIZES = (1, transfer.CHUNK_BYTES, 0, 2 * transfer.CHUNK_BYTES + 5)
+SIZES = (1, 1 << 20, 0, (2 << 20) + 5)
 TEXT = ",".join(map(str, SIZES)).encode()
 
 
@@ -196,6 +196,8 @@ def test_a_whole_state_comes_whole_whatever_its_links(ends, at):
     assert has_taken(giver, taker)
     if at is None or at < 8:
         assert giver.transfers.num_given == 1
+    # The layout, tensors in pieces of 1 MiB, and chunks of parameters.
+    assert at is not None or taker.transfers.num_chunks_received == 1 + 5 + 6
 
 
 def test_no_chunk_is_copied_while_the_optimizer_steps(ends):
@@ -231,7 +233,9 @@ def test_what_is_given_takes_two_chunks_of_memory(ends, monkeypatch):
     assert has_taken(giver, taker)
 
 
-@pytest.mark.parametrize(("text", "message"), [(b"no text", "no text"), (bytes(17 << 20), "takes")])
+@pytest.mark.parametrize(
+    ("text", "message"), [(b"no text", "no text"), (bytes((16 << 20) + 1), "takes")]
+)
 def test_a_text_that_cannot_be_one_is_not_taken(ends, text, message):
     giver, taker = ends
     giver.keep(5, text=text)

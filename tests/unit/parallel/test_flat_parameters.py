@@ -169,11 +169,13 @@ def test_new_data_of_a_parameter_and_a_buffer_assigned_in_forward_are_adopted():
         assert torch.equal(flat.state.segments[index].x[:6], torch.full((6,), 7.0))
         assert not flat.state.segments[index].x.requires_grad
     net = nn.BatchNorm1d(4)
+    net.register_buffer("tied", net.running_mean)  # of two places the later counts
     flat = flatten(net)
-    net.running_mean = torch.full((4,), 3.0)
+    net.running_mean, net.tied = torch.full((4,), 2.0), torch.full((4,), 3.0)
     flat.check()
     buffers = next(s for s in flat.state.segments if s.role is Role.BUFFER)
     assert torch.equal(buffers.x[:4], torch.full((4,), 3.0))
+    assert net.running_mean is net.tied
     net.running_mean.add_(1.0)
     assert buffers.x[0] == 4.0
 

@@ -58,8 +58,8 @@ SPARSE, COMPLEX = torch.eye(2).to_sparse(), torch.zeros(2, dtype=torch.complex12
 NET, OTHER, FROZEN = nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(3, 2).requires_grad_(False)
 FLOAT8 = nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn), requires_grad=False)
 WITH_FLOAT8 = nn.ParameterList([nn.Parameter(torch.ones(2)), FLOAT8])
-VIEWED = nn.Linear(2, 2)
-VIEWED.register_buffer("row", VIEWED.weight.detach()[1], persistent=False)
+VIEWED = nn.Linear(2, 3)
+VIEWED.register_buffer("row", VIEWED.weight.detach()[2], persistent=False)
 TABLED = pieces_of_one_tensor(0)
 TABLED.last = nn.Parameter(TABLED.constants[5:])  # the buffer holds another one before it
 LOADER, CPU = [torch.ones(4, 2)], {"device_id": torch.device("cpu")}
@@ -91,8 +91,10 @@ OF_GOSSIP = "of the exchanges of gossip, and method='none' has none"
         (lambda: wrap(FROZEN, torch.optim.SGD(FROZEN.parameters())), r"all .* are frozen .*=True"),
         (lambda: moments({"exp_avg": 1, "momentum_buffer": 1}), "does not keep .* exp_avg, exp"),
         (lambda: moments({"exp_avg": 0}), r"\['exp_avg'\] is 0; it must be at least 1"),
-        (lambda: moments({3: 1}), "such as {'exp_avg_sq': 16}"),
+        (lambda: moments({"exp_avg": 1, 3: 1}), "such as {'exp_avg_sq': 16}"),
         (lambda: moments("exp_avg_sq"), "such as {'exp_avg_sq': 16}"),
+        (lambda: Exchange(buffers="queue"), "buffers is 'queue': give names of buffers, such as"),
+        (lambda: Exchange(buffers=["queue", 3]), "give names of buffers, such as"),
         (lambda: wrap(NET, sgd(OTHER)), "not part of the module"),
         (lambda: wrap(NET, [sgd(NET), sgd(NET)]), "same parameter"),
         (lambda: wrap(nn.Linear(3, 2, dtype=torch.complex64)), "real view"),

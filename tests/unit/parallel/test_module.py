@@ -4,7 +4,7 @@ import copy
 import math
 import re
 from contextlib import ExitStack, nullcontext
-from itertools import chain, product, repeat
+from itertools import product, repeat
 from types import SimpleNamespace
 from unittest.mock import DEFAULT, Mock, PropertyMock
 
@@ -162,12 +162,17 @@ def test_strict_pace_leaves_what_other_optimizers_train_to_their_own_boundary(wr
     worker = wrap(net, [first, second], exchange=Exchange(pace="strict"))._worker
     for parameter in net.parameters():
         parameter.data.fill_(1.0)
-    leave_pending(worker, 2.0)
+
+    def backlogs():  # looked at once a turn
+        leave_pending(worker, 2.0)
+        yield 5
+        yield from repeat(0)
+
     pairing = Mock(answers=True, available={1: 1.0})
-    type(pairing).backlog = PropertyMock(side_effect=chain([5], repeat(0)))  # looked at once a turn
+    type(pairing).backlog = PropertyMock(side_effect=backlogs())
     protocol = SimpleNamespace(pairing=pairing, neighbours=frozenset({1}))
     monkeypatch.setattr(worker, "_protocol", protocol)
-    worker._keep_pace()
+    first.step()
     assert all((parameter == 2.0).all() for parameter in net[0].parameters())
     assert all((parameter == 1.0).all() for parameter in net[1].parameters())
 

@@ -271,8 +271,10 @@ def test_nothing_is_laid_out_for_what_no_optimizer_holds(wrap):
 
 
 def test_parameters_without_values_and_workers_apart_have_no_moment(wrap):
-    net = make_net()
-    assert moments_of(wrap(net, ADAMW(net.parameters()), method="none")) == []
+    for chosen in (True, {}):
+        net, sent = make_net(), Exchange(moments=chosen)
+        model = wrap(net, ADAMW(net.parameters()), method="none", exchange=sent)
+        assert moments_of(model) == []
     net = nn.Module()
     net.empty = nn.Parameter(torch.empty(0))
     optimizer = ADAMW(net.parameters())

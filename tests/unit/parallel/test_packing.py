@@ -57,7 +57,7 @@ states = st.recursive(
 
 @given(states, st.sampled_from([0, 16, 1000]))
 @example({-(1 << 63): -(1 << 63) - 1, (1 << 64) - 1: [1 << 64, (1 << 2048) - 1]}, 16)
-@example([torch.ones(4), torch.arange(6.0).view(2, 3).T], 16)  # of 16 bytes, and of 24
+@example([torch.empty(0), torch.ones(4), torch.arange(6.0).view(2, 3).T], 16)  # 0, 16, 24 bytes
 @example(msgspec.msgpack.decode(b"\x91" * 64 + b"\x01"), 16)
 @settings(max_examples=80, deadline=None)
 def test_what_comes_back_is_what_was_packed(state, inline_bytes):
@@ -67,10 +67,29 @@ def test_what_comes_back_is_what_was_packed(state, inline_bytes):
         assert all(flat.nbytes > inline_bytes for flat in pack(state)[1])
 
 
-def test_dicts_of_other_classes_are_plain_ones_and_counters_count():
-    ordered, counter = there_and_back([OrderedDict(a=1), Counter([3, 3, 5])])
-    assert type(ordered) is dict
-    assert list(counter.elements()) == [3, 3, 5]
+def test_a_layout_is_message_pack_with_four_marks():
+    """Files of earlier versions hold the same bytes."""
+    expected = {
+        "plain": [-(1 << 63), (1 << 64) - 1, 0.5],
+        "tuple": [Ext(1, b""), True],
+        "counter": [Ext(2, b""), {"x": 2}],
+        "tensor": Ext(3, msgspec.msgpack.encode(["U8", [2], [], b"\1\2"])),
+        "integer": Ext(4, b"\0\0\0\0\0\0\0\0\1"),
+        None: {True: 1, 0.5: 2},
+    }
+    state = {
+        **expected,
+        "tuple": (True,),
+        "counter": Counter("xx"),
+        "tensor": torch.tensor([1, 2], dtype=torch.uint8),
+        "integer": 1 << 64,
+    }
+    assert pack(state) == (msgspec.msgpack.encode(expected), [])
+    assert_bitwise(there_and_back(state), state)
+
+
+def test_dicts_of_other_classes_are_plain_ones():
+    assert type(there_and_back(OrderedDict(a=1))) is dict
 
 
 @pytest.mark.parametrize(
@@ -142,3 +161,6 @@ def test_lengths_are_known_before_anything_is_allocated():
         unpacked(bytes(MAX_LAYOUT_BYTES + 1), [])
     with pytest.raises(ValueError, match="takes more than"):
         Arriving(1 << 40).unfold(msgspec.msgpack.encode(tensor(shape=[1 << 40])))
+    with pytest.raises(ValueError, match="of state takes 16777217 bytes, more than 16777216; hold"):
+        pack("a" * (MAX_LAYOUT_BYTES - 4))
+    assert unpacked(*pack("a" * (MAX_LAYOUT_BYTES - 5)))

@@ -66,8 +66,10 @@ def test_parameters_stay_where_fsdp_put_them_and_a_shard_laid_elsewhere_is_an_er
 
 
 def test_what_fsdp_has_gathered_is_no_new_parameter_and_none_of_the_base_is_missed(alone, wrap):
-    """A forward pass without gradients leaves the root's parameters gathered."""
-    net = fully_shard(nn.Sequential(nn.Linear(3, 40), nn.Linear(40, 1)))
+    """A forward pass without gradients leaves those of the root and of the last layer gathered."""
+    net = nn.Sequential(nn.Linear(3, 40), nn.Linear(40, 1))
+    fully_shard(net[1], reshard_after_forward=False)
+    fully_shard(net)
     net[0].requires_grad_(False)
     model = wrap(net, torch.optim.SGD(net[1].parameters(), 0.1))
     for _ in range(2):
@@ -137,12 +139,13 @@ def test_parts_are_the_memory_itself(alone):
         (False, None, 2, "--nproc-per-replica is for a model"),
         (True, None, 1, "sharded over 2 processes, and nothing says"),
         (True, None, 4, "over 2 processes, and a replica has 4"),
+        (True, "one", 4, "over 2 processes, and a replica has 4"),
         (True, "shard", 1, "sharded over the dimension that mesh= gives"),
         (True, "replicate", 2, "holds one replica only"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused(four, is_sharded, dimension, num_shards, message):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("one", "replicate", "shard"))
     net = make_net()
     if is_sharded:
         fully_shard(net, mesh=mesh["shard"])
@@ -189,10 +192,14 @@ def test_a_replica_adds_up_samples_and_knows_of_the_others_once(monkeypatch):
         numbers.copy_(torch.stack(sent).sum(dim=0))
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    given = [Agreed(3, 50, is_ending=True), Agreed(5, 48, is_stopped=True, is_lead=True)]
+    other = Agreed(5, 48, is_stopped=True, is_poisoned=True, is_lead=True)
+    given = [Agreed(3, 50, is_ending=True), other]
     for shard, own in enumerate(given):
         agreed = Replica(Environment(shard=shard, num_shards=2), object()).agree(own)
-    assert agreed == Agreed(8, others_samples=50, is_stopped=True, is_ending=True)
+    assert agreed == Agreed(8, 50, is_stopped=True, is_poisoned=True, is_ending=True)
+    sent.clear()
+    for shard, number in enumerate((7, 3)):
+        assert Replica(Environment(shard=shard, num_shards=2), object()).first_says(number) == 7
     assert not any(Agreed()), "nothing is so before anybody says it"
 
 
@@ -211,11 +218,17 @@ def test_each_shard_has_files_of_its_own(tmp_path):
     saving = replica.own_files(Checkpoints(tmp_path, resume="auto"))
     assert (saving.directory, saving.resume) == (tmp_path / "shard-1-of-2", "auto")
     assert replica.own_files(Checkpoints()) == Checkpoints()
+    assert replica.own_files(Checkpoints(resume=tmp_path)).resume == tmp_path / "shard-1-of-2"
     (tmp_path / "shard-0-of-2").mkdir()
     with pytest.raises(ValueError, match=r"replicas of 2 processes, and here a replica has 4"):
         Replica(Environment(shard=3, num_shards=4)).own_files(Checkpoints(resume=tmp_path))
     with pytest.raises(ValueError, match=r"replicas of 2 processes, and here a replica has 1"):
         Replica(Environment()).own_files(Checkpoints(tmp_path))
+    (tmp_path / "whole" / "worker-0").mkdir(parents=True)
+    whole = Checkpoints(tmp_path / "whole")
+    assert Replica(Environment()).own_files(whole) == whole
+    with pytest.raises(ValueError, match=r"replicas of 1 processes, and here a replica has 2"):
+        replica.own_files(whole)
 
 
 def test_the_processes_of_a_replica_share_its_limit_on_sent_bytes():

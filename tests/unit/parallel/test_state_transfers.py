@@ -39,7 +39,7 @@ class Peers:
         self.states: dict[int, list[Offer | Exception | None]] = {}
         self.asked: list[int] = []
         self.patience: list[float] = []
-        self.num_chunks_received = 0
+        self.num_chunks_received, self.chunks_a_fetch = 0, 1
         membership = SimpleNamespace(live=lambda: tuple(self.states))
         self.protocol = SimpleNamespace(rank=2, membership=membership)
         self.transfers = self
@@ -52,7 +52,7 @@ class Peers:
     def fetch(self, peer, unfold, on_end, timeout_s):
         self.asked.append(peer)
         self.patience.append(timeout_s)
-        self.num_chunks_received += 1
+        self.num_chunks_received += self.chunks_a_fetch
         answers = self.states[peer]
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
         assert isinstance(answer, Exception) or (answer is None) == (unfold is None)
@@ -87,9 +87,10 @@ def take(peers, *, is_start=False):
     return training_state.take_state(peers, peers, STATE, times, is_start=is_start)
 
 
-def test_the_nearest_gives_and_after_one_that_dies_the_next_gives_all(peers):
-    peers.states = {1: [PeerLostError("dead")], 7: [given(0.5)], 4: [given(0.25)]}
-    assert (rate_of(take(peers)), peers.asked) == (0.25, [1, 4])
+def test_the_nearest_gives_and_after_one_that_dies_or_has_none_the_next_gives_all(peers, clock):
+    without = {1: [PeerLostError("dead")], 3: [NoStateYetError("3 has none")]}
+    peers.states = without | {7: [given(0.5)], 4: [given(0.25)]}
+    assert (rate_of(take(peers)), peers.asked) == (0.25, [1, 3, 4])
 
 
 @pytest.mark.parametrize("bad", [given(0.5, nan), given(0.5, 1.0, 385), Offer(b"waste", [], bool)])
@@ -102,12 +103,23 @@ def test_a_poisoned_too_large_or_damaged_state_is_not_taken(peers, monkeypatch, 
         training_state.fetch_state(peers, peers, 1, Arriving(3072), 1.0)
 
 
-def test_being_turned_away_for_ever_is_no_progress(peers, clock):
-    peers.states = {1: [TurnedAwayError("its parameters hold NaN")]}
-    with pytest.raises(RendezvousError, match="hold NaN"):
+@pytest.mark.parametrize(
+    ("error", "chunks_a_fetch"),
+    [(TurnedAwayError("its parameters hold NaN"), 1), (PeerLostError("1 is silent"), 0)],
+)
+def test_being_turned_away_or_given_nothing_is_no_progress(peers, clock, error, chunks_a_fetch):
+    peers.num_chunks_received, peers.chunks_a_fetch = 3, chunks_a_fetch
+    peers.states = {1: [error]}
+    with pytest.raises(RendezvousError, match=f"gave it a state; the last: {error}$"):
         take(peers)
     assert 5.0 <= clock.now_s < 6.0
     assert peers.patience[:5] == [1.0, 2.0, 4.0, 5.0, 5.0], "a step may take longer"
+
+
+def test_a_state_that_breaks_off_and_comes_on_again_may_take_any_time(peers, clock):
+    peers.states = {1: [PeerLostError("1 is silent")] * 150 + [given(0.25)]}
+    assert rate_of(take(peers)) == 0.25
+    assert clock.now_s > 5.0
 
 
 def test_at_the_start_a_worker_waits_for_its_parent_and_passes_over_a_silent_one(peers, clock):

@@ -6,9 +6,17 @@ import pytest
 
 from gossipdp.gossip.counters import Counters
 from gossipdp.gossip.exchange import CompletedExchange
+from gossipdp.gossip.sums import Outcome
 from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.status import MemberStatus
-from gossipdp.parallel.stats import Consolidated, view_of, warn_of_no_average, warn_of_steps_after
+from gossipdp.parallel.stats import (
+    Consolidated,
+    missing_workers,
+    view_of,
+    warn_of_absence,
+    warn_of_no_average,
+    warn_of_steps_after,
+)
 from gossipdp.protocol.actions import Notice
 from gossipdp.protocol.members import Member, Status
 
@@ -37,6 +45,27 @@ def test_who_says_that_a_run_has_no_average(caplog, statuses, lost_ago_s, is_ear
             warn_of_no_average(each.rank, seen, is_early, timeout_s=5.0, newest=None)
     said = [f"worker {rank} ends without consolidate()" for rank in speakers]
     assert [message.partition(": ")[0] for message in caplog.messages] == said
+
+
+def test_an_average_without_some_workers_is_told(caplog):
+    for num_workers in (3, 2):
+        outcome = Outcome([], num_workers, {2: "it is silent"}, consensus_distance=0.0, lead=0)
+        warn_of_absence(1, outcome, num_known=3)
+    (message,) = caplog.messages
+    assert message.startswith("worker 1: the average is over 2 of 3 workers; the others are lost")
+    assert message.endswith("which every worker has to call; worker 2: it is silent")
+
+
+def test_who_is_waited_for_at_the_end_is_named_with_its_last_step():
+    members = [Member(1, 0, 71, DONE), Member(2, 0, 72, DEAD)]
+    seen = SimpleNamespace(members=members, stepped_s={3: 6.0})
+    assert missing_workers(seen, 10.0) == "all live workers are done and average their parameters"
+    members.append(Member(3, 0, 73))
+    first = "worker 3 (its last step came 4 s ago)"
+    assert missing_workers(seen, 10.0) == f"{first} still trains"
+    members.append(Member(4, 0, 74))
+    text = f"{first}, worker 4 (its last step came 0 s ago) still train"
+    assert missing_workers(seen, 10.0) == text
 
 
 def test_a_worker_that_ended_long_before_the_others_is_told_so(caplog):

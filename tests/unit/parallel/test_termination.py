@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -187,7 +188,8 @@ def test_a_signal_that_comes_after_another_process_s_breaks_into_no_save(termina
     """As with shards, which end together though only one of them was asked yet."""
     with pytest.raises(SystemExit):
         TERMINATION.save_and_end()
-    terminate()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        terminate(number)
     assert TERMINATION._again is None
 
 
@@ -260,6 +262,31 @@ def test_ctrl_c_is_a_notebook_s_own(terminable, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) == termination._handle
     termination.remove(model._worker.checkpointer)
     assert [report.saves for report in reports] == [True, False], "the launcher waits meanwhile"
+
+
+def test_signals_that_a_script_handles_or_that_a_thread_may_not_set_stay(terminable, monkeypatch):
+    model, _ = terminable
+    model.close()
+    termination, saved = Termination(), model._worker.checkpointer
+    signal.signal(signal.SIGTERM, own := lambda *_: None)
+    termination.add(saved)
+    assert signal.getsignal(signal.SIGTERM) is own
+    assert signal.getsignal(signal.SIGINT) == termination._handle
+    termination.remove(saved)
+    assert signal.getsignal(signal.SIGTERM) is own
+    monkeypatch.setattr("gossipdp.parallel.termination._is_main_thread", lambda: False)
+    termination.add(saved)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    termination.remove(saved)
+
+
+def test_a_loop_over_one_model_s_batches_ends_in_no_other():
+    termination = Termination()
+    looped, _, closed = models = [Mock(is_within_batches=False) for _ in range(3)]
+    termination._models = models[:2]
+    assert [termination.may_end_in(model) for model in models] == [True, True, False]
+    looped.is_within_batches = closed.is_within_batches = True
+    assert [termination.may_end_in(model) for model in models] == [True, False, False]
 
 
 def test_two_models_in_one_directory_are_refused(terminable, linear, tmp_path):

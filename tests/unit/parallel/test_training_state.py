@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,6 +28,9 @@ class Keeper(torch.optim.Optimizer):
     def step(self, closure=None):
         self.state["step"] = self.state.get("step", 0) + 1
         self.state["of all"] = [torch.randn(2), "text"]
+        for name, value in ("list", ["text", 2]), ("dict", {"a": 1}):
+            kinds = ("t", value) if self.state["step"] > 1 else (value, "t")
+            self.state[f"a {name} before"], self.state[f"a {name} since"] = kinds
         self.state[f"of step {self.state['step']}"] = {"drawn": torch.randn(2)}
         for parameter in self.param_groups[0]["params"]:
             exact, mask = torch.randn(3, dtype=torch.float64), torch.randn(2, 2) > 0
@@ -69,6 +73,23 @@ def test_optimizers_come_back_bitwise(name, steps_before):
     restore(there_and_back(capture(saved)), restored)
     for one, other in zip(saved, restored, strict=True):
         assert_bitwise(other.state_dict(), one.state_dict())
+
+
+def test_settings_come_back_and_parameters_stay():
+    """As to a new scheduler; a tensor keeps its memory, which a captured graph reads."""
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    groups = [{"params": weights[:1], "lr": torch.tensor(0.5)}, {"params": weights[1:]}]
+    optimizers = [torch.optim.AdamW(groups, betas=(0.5, 0.6)), torch.optim.SGD(weights, 0.1)]
+    saved = there_and_back(capture(optimizers))
+    rate = optimizers[0].param_groups[0]["lr"]
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group.update(dict.fromkeys(group.keys() - {"params", "lr"}))
+        group["lr"] = group["lr"] * 2
+    optimizers[0].param_groups[0]["lr"] = rate.fill_(9.0)
+    training_state.restore_groups(saved, optimizers)
+    assert_bitwise(capture(optimizers), saved)
+    assert optimizers[0].param_groups[0]["lr"] is rate
+    assert optimizers[0].param_groups[1]["params"][1] is weights[2]
 
 
 OTHER_GROUPS = {"state": {}, "param_groups": [{"params": [[], [], [], []]}]}
@@ -172,6 +193,11 @@ def test_nothing_is_read_within_a_step_and_the_waiting_thread_is_woken_after_it(
     assert seen == [False, []]
     assert woken == ["woken"]
     assert offer.copy(offer.tensors[0], room)
+    answers = []
+    lock = CallingLock(before=lambda: answers.append(offer.copy(offer.tensors[0], room)))
+    between._guard = threading.Condition(lock)
+    optimizer.step()
+    assert answers == [True], "the step has waited for who copies"
 
 
 def test_the_state_is_described_between_two_steps_by_another_thread(monkeypatch):
@@ -226,7 +252,7 @@ def test_who_asks_at_the_very_end_of_a_step_is_woken_or_served():
     assert (answers, woken) == ([False], ["woken"])
 
 
-def test_after_a_step_that_raised_nothing_is_given_until_one_has_ended():
+def test_after_a_step_that_raised_nothing_is_given_until_one_has_ended_or_the_run():
     optimizer, between = watched()
     with pytest.raises(ZeroDivisionError):
         optimizer.step(lambda: 1 / 0)
@@ -235,3 +261,15 @@ def test_after_a_step_that_raised_nothing_is_given_until_one_has_ended():
         time.sleep(0.001)
     optimizer.step()
     assert offered(between).layout
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    assert between.offer("another request") is None
+    between.close()
+    assert offered(between, "another request").layout
+
+
+def test_a_state_that_changes_as_it_is_read_is_refused():
+    optimizer, between = watched()
+    optimizer.register_state_dict_pre_hook(Mock(side_effect=RuntimeError("changed size")))
+    with pytest.raises(ValueError, match="state cannot be read now: changed size"):
+        between._describe()

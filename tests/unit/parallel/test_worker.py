@@ -18,15 +18,16 @@ from waiting import wait_until
 
 from gossipdp import logs
 from gossipdp.dynamics.state import State
-from gossipdp.errors import SupersededError
+from gossipdp.errors import PoisonedError, SupersededError
 from gossipdp.gossip.counters import Counters
 from gossipdp.gossip.joining import RunEndingError
+from gossipdp.gossip.sums import Outcome
 from gossipdp.launcher import rendezvous
 from gossipdp.launcher.environment import UNKNOWN_RANK, Environment
 from gossipdp.launcher.reports import ReportChannel, report_variables
 from gossipdp.parallel import entry, pace
 from gossipdp.parallel.checkpoint import Counts, file_path
-from gossipdp.parallel.options import Exchange, Options
+from gossipdp.parallel.options import Exchange, Network, Options
 from gossipdp.parallel.pace import MAX_LAG, Pace
 from gossipdp.parallel.shards import Agreed
 from gossipdp.parallel.training_state import capture
@@ -76,6 +77,22 @@ def test_strict_pace_waits_until_a_demand_is_served(monkeypatch, events):
     assert paced.waited_s == taken[-1] == pytest.approx(max(events) * pace.TURN_WHILE_WAITING_S)
 
 
+def test_strict_pace_waits_a_time_out_for_a_first_link_and_for_no_lost_one(monkeypatch):
+    clock, turns = Clock(longest_s=1.0), []
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=clock, sleep=clock.sleep))
+    pairing = SimpleNamespace(answers=True, available={}, backlog=MAX_LAG)
+    thread = SimpleNamespace(steps_behind=1, check=lambda: turns.append("check"))
+    options = Options(exchange=Exchange(pace="strict"), network=Network(timeout_s=0.005))
+    paced = Pace(options)
+    for neighbours, num_turns in (((), 0), ((0,), 3), ((0,), 3)):
+        protocol = SimpleNamespace(pairing=pairing, neighbours=frozenset(neighbours))
+        paced.wait(protocol, thread, take=lambda: turns.append("take"))
+        assert turns == num_turns * ["check", "take"]
+    pairing.available = {0: 1.0}
+    Pace(options).wait(protocol, thread, take=pairing.available.clear)
+    assert turns[6:] == ["check"]
+
+
 @pytest.mark.parametrize(
     ("num_steps", "num_due", "num_served", "is_low"),
     [
@@ -87,12 +104,19 @@ def test_strict_pace_waits_until_a_demand_is_served(monkeypatch, events):
     ],
 )
 def test_a_low_rate_is_told_once(monkeypatch, caplog, *, num_steps, num_due, num_served, is_low):
-    clock = Clock()
+    clock = Clock(100.0)
     monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=clock))
     paced, counters = Pace(Options(comm_rate=2.0)), Counters(exchanges_initiated=num_served)
-    for clock.now_s, num_told in ((59.0, 0), (60.0, is_low), (61.0, is_low)):
+    for clock.now_s, num_told in ((159.0, 0), (160.0, is_low), (161.0, is_low)):
         paced.warn_if_low(SimpleNamespace(num_ticks=num_due, counters=counters), 3, num_steps)
         assert len(caplog.messages) == num_told
+
+
+def test_the_rate_of_a_worker_that_does_not_wait_is_looked_at_after_each_step(linear, monkeypatch):
+    model, optimizer = linear(comm_rate=1.0)
+    monkeypatch.setattr(model._worker._pace, "warn_if_low", looks := Mock())
+    step(model, optimizer, times=2)
+    assert [each.args[1:] for each in looks.call_args_list] == [(0, 1), (0, 2)]
 
 
 def test_an_exchange_counts_for_both_of_its_ends(linear):
@@ -328,6 +352,30 @@ def test_a_joiner_whose_rank_was_taken_keeps_what_it_loads(linear, refused_once)
     torch.testing.assert_close(dict(model.state_dict()), loaded)
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert optimizer.state[first]["momentum_buffer"].eq(5.0).all()
+
+
+def test_where_another_shard_is_poisoned_no_process_of_the_replica_averages(linear, monkeypatch):
+    model, _ = linear()
+    worker = model._worker
+    monkeypatch.setattr(worker.replica, "gather", lambda own: iter([(own, True)]))
+    message = "the parameters of another shard of replica 0 hold NaN or infinity: look at"
+    with pytest.raises(PoisonedError, match=message), model.averaged():
+        pass
+    assert not worker.is_closed
+    with pytest.raises(PoisonedError, match=message):
+        model.consolidate()
+    assert worker.is_closed, "the others wait for it no longer"
+
+
+def test_all_values_of_the_average_take_the_place_of_the_own(wrap_sgd, monkeypatch):
+    """Parameters, statistics, and a counter that is the lead's."""
+    model, _ = wrap_sgd(nn.BatchNorm1d(2))
+    worker, chunks = model._worker, model._worker._state.all_chunks
+    values = [torch.full_like(chunk.x, number) for number, chunk in enumerate(chunks, 3)]
+    outcome = Outcome(values, 1, {}, consensus_distance=0.5, lead=0)
+    monkeypatch.setattr(worker, "_wait_for_average", lambda timeout_s: outcome)
+    assert model.consolidate().consensus_distance == 0.5
+    assert [chunk.x.unique().tolist() for chunk in chunks] == [[3.0], [4.0], [5.0]]
 
 
 def test_a_joiner_that_loads_before_its_first_step_is_told_so(linear, monkeypatch, caplog):
