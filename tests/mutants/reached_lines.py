@@ -184,8 +184,9 @@ class Record:
         """Return those that reach a fault, the nearest first.
 
         They are those of one process, the unit tests of the same name before unit, property,
-        simulation and integration; among equals the one that reaches the fewest lines. Lines at the top of a file
-        run in whichever test imports it first, so all who reach a function of the file count.
+        simulation and integration; among equals the one that reaches the fewest lines. Lines at the
+        top of a file run in whichever test imports it first, so all who reach a function of the
+        file count.
         """
         file = COMPILED.get(fault.file, fault.file)
         if fault.is_in_function and file == fault.file:

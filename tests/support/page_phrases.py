@@ -342,8 +342,8 @@ PHRASES = {
     "docs/from_ddp.md": [
         f"with an idle core {GAP}% after 2,048 steps, {bounds(AFTER_512)}% after 512;",
         f"with busy cores {ON_HOST:.0f}% on one host, {TCP:.0f}% over TCP",
-        f"on one host {ON_CPU}%; on one GPU {ON_GPU}% with an exchange in {SELDOM} steps, the default "
-        f"then, {AT_TWO}% with one in {1 / FIXED['gossip']['comm_rate']:.0f}.",
+        f"on one host {ON_CPU}%; on one GPU {ON_GPU}% with an exchange in {SELDOM} steps, the "
+        f"default then, {AT_TWO}% with one in {1 / FIXED['gossip']['comm_rate']:.0f}.",
         f"and {bounds(row['constant_mb'] for row in MEMORY)} MB a process",
     ],
     "docs/equal_time.md": [
