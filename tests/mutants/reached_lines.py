@@ -17,7 +17,7 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class Recorder:
         self._failed: set[str] = set()
         self._skipped: set[str] = set()
         self._starting: set[str] = set()
-        self._lines: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        self._lines: dict[str, dict[str, int]] = defaultdict(partial(defaultdict, int))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_load_initial_conftests(self) -> None:

@@ -20,7 +20,8 @@ from hypothesis import Phase, settings
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # What tests need of the tree.
-COPIED = ("src", "tests", "tools", "examples", "docs", "README.md", "mkdocs.yml", "pyproject.toml")
+FOLDERS = "src", "tests", "tools", "examples", "docs"
+COPIED = (*FOLDERS, "README.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml", "pyproject.toml")
 SOURCE = Path("src")
 EQUIVALENT = HERE / "equivalent.toml"  # of random_faults.py, no part of the catalogue
 # One test may take this long; what it waits for may never come.
@@ -113,7 +114,8 @@ def _run_there(words: Sequence[str], root: Path, output: Path, plugins: Sequence
     os.close(file)
     os.chdir(root)
     os.environ["PYTHONPATH"] = str(root / "src")
-    sys.path.insert(0, str(root / "src"))
+    # Workers look there for tests.conftest, too.
+    sys.path[:0] = [str(root / "src"), str(root)]
     library = importlib.import_module("gossipdp")
     assert Path(str(library.__file__)).is_relative_to(root), f"{library.__file__} is no copy"
     usual = ["-q", "--tb=short", "--assert=plain", "-n", "0", "-p", "no:cacheprovider"]
