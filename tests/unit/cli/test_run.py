@@ -102,10 +102,11 @@ def test_a_worker_inherits_nothing_of_another_launcher(script, monkeypatch):
     make, kept = local.Spares, list[int]()
     monkeypatch.setattr(local, "Spares", lambda *of: kept.append(of[2]) or make(*of))
     monkeypatch.setattr(local, "ScriptWorker", start)
-    options = {"workers": 4, "nproc_per_replica": 2, "max_restarts": 3, "spares": 2}
-    with pytest.raises(NotImplementedError):
-        run(RunArguments(**options, script=(script,)))
-    assert kept == [4], "one for each process of two replicas"
+    options = {"workers": 4, "nproc_per_replica": 2, "max_restarts": 3}
+    for spares in (2, 5):
+        with pytest.raises(NotImplementedError):
+            run(RunArguments(**options, spares=spares, script=(script,)))
+    assert kept == [4, 6], "one for each process of two replicas, and of three, as are restarts"
 
 
 DIED = "worker 1 died; that was --faults, and "

@@ -1,6 +1,7 @@
 """The machine code of the loops on disk, by the shortest of them."""
 
 import errno
+import os
 import shutil
 import sys
 from functools import cache
@@ -159,3 +160,6 @@ def test_the_places_are_beside_python_s_and_in_the_user_s_cache(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/ann")
     assert list(machine_code._folders())[1:] == [Path("/home/ann/.cache/gossipdp")]
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 2)  # a container's user without a home
+    assert list(machine_code._folders()) == [ours]

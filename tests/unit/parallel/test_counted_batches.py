@@ -51,6 +51,7 @@ EPISODE = ((torch.ones(5, 3), torch.ones(5)), (torch.ones(7, 3), torch.ones(7)))
         ({"spectra": [torch.ones(80, 7), torch.ones(80, 9)]}, 2, 2),
         ({"sequences": [torch.ones(7, 2), torch.ones(9, 2)]}, None, 2),
         ((pack_sequence([torch.ones(7, 2), torch.ones(4, 2)]), torch.ones(2)), 2, 2),
+        ([{"x": (pack_sequence([torch.ones(7, 2), torch.ones(4, 2)]),)}], None, 2),
         ([torch.ones(4, 9, 2), {"y": torch.ones(4, 9, 1)}], None, 4),  # inputs and targets
         ([torch.ones(2, 9), torch.ones(2, 9)], 2, 2),
         (([torch.ones(8, 2), torch.ones(8, 3)], torch.ones(8)), 8, 8),  # inputs of two parts

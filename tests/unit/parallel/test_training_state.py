@@ -86,6 +86,7 @@ def test_settings_come_back_and_parameters_stay():
         group.update(dict.fromkeys(group.keys() - {"params", "lr"}))
         group["lr"] = group["lr"] * 2
     optimizers[0].param_groups[0]["lr"] = rate.fill_(9.0)
+    optimizers[1].param_groups[0]["lr"] = torch.tensor(0.2)  # it was a number
     training_state.restore_groups(saved, optimizers)
     assert_bitwise(capture(optimizers), saved)
     assert optimizers[0].param_groups[0]["lr"] is rate
