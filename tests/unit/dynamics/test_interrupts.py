@@ -8,7 +8,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
+from functools import partial
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +22,22 @@ from gossipdp.dynamics.device import Mark
 from gossipdp.dynamics.inboxes import InboxChunk
 from gossipdp.dynamics.state import Segment, State
 
-# A trace function without bytecodes of its own: the signal arrives, and it is the traced code where
-# the interpreter looks for it next. In a trace function of Python's it would be that one.
+
+class Silent:
+    """Its ``__init__`` is object's, which takes and ignores all arguments of such a class."""
+
+    def __new__(cls) -> "Silent":
+        return super().__new__(cls)
+
+
+# Trace functions without bytecodes of their own: the signal arrives, and it is the traced code
+# where the interpreter looks for it next. In a trace function of Python's it would be that one. The
+# one that sends it returns the other, so it is called once: ctypes asks audit hooks before each
+# call, and there may be some in Python (filelock has one).
+NOTHING = SimpleNamespace(then=Silent().__init__)
 SEND_SIGINT = ctypes.pythonapi.PyErr_SetInterrupt
 SEND_SIGINT.argtypes = [ctypes.py_object] * 3
-SEND_SIGINT.restype = None
+SEND_SIGINT.restype = partial(getattr, NOTHING, "then")
 
 
 def is_interrupted(call: Callable[[], object], number: int) -> bool | None:
