@@ -159,8 +159,8 @@ $(VENV)/fuzz.installed: pyproject.toml constraints.txt | venv
 
 .PHONY: venv
 venv:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
-	  { echo "gossipdp needs Python 3.11 to 3.13; $(PYTHON) is `$(PYTHON) -V 2>&1`. Choose another: make PYTHON=python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' || \
+	  { echo "gossipdp needs Python 3.11 to 3.14; $(PYTHON) is `$(PYTHON) -V 2>&1`. Choose another: make PYTHON=python3.11 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
 	  { echo "$(PYTHON) has no venv module. Install it (Debian, Ubuntu: apt install python3-venv) and run make again." >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || \
