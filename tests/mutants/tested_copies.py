@@ -12,8 +12,10 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import Phase, settings
 
@@ -55,6 +57,11 @@ class Copy:
         return root
 
     def __exit__(self, *_: object) -> None:
+        """Kill what a fault has let go on, in whichever group it is."""
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get("PYTHONPATH", "").startswith(self._directory.name):
+                    process.kill()
         self._directory.cleanup()
 
 
