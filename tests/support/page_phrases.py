@@ -272,6 +272,7 @@ AS_THREE = [*AT_ONE, *AT_AUTO]
 FAULTS = result("independence")["rows"]
 IN_ALL = [row["all"]["median"] for row in FAULTS]
 SINGLE = [row["least"]["median"] for row in FAULTS]
+TRAINED = stored("race_16")[WORST]["gossipdp"][0]
 SOAK, MANY, LARGEST = result("soak")["counts"], result("many"), result("large")["command"]
 GOSSIP_SLOW, HSDP_SLOW, GOSSIP_EQUAL, HSDP_EQUAL = (
     [float(text) for text in medians("shards", f"{method}, {replicas}")[:2]]
@@ -287,12 +288,11 @@ PHRASES = {
         f"ended {WITHOUT_WAITS[0]:.1f}% below DDP ({bounds(each_below('calm', 'ddp'), '.1f')}%), "
         f"{WITHOUT_WAITS[1]:.1f}% below its bf16 hook "
         f"({bounds(each_below('calm', 'ddp_bf16'), '.1f')}%); with kills and less of one core "
-        f"{below('starved', 'ddp'):.0f}% below DDP ({bounds(each_below('starved', 'ddp'))}%).",
-        f"{GAP}% above it after 2,048 steps with an idle core, at {SHARE} of its bytes; "
+        f"{below('starved', 'ddp'):.0f}% below DDP ({bounds(each_below('starved', 'ddp'))}%;",
+        f"{GAP}% above it after 2,048 steps with an idle core, {bounds(AFTER_512)}% after 512; "
         f"{ON_HOST:.0f} to {TCP:.0f}% with busy cores; on a GPU {ON_GPU}%, "
         f"with an exchange in {SELDOM} steps, the default then.",
-        f"DDP's bf16 hook ends {BF16}% below it.",
-        f"tried with at most {len(MANY['workers'])} workers",
+        f"trained with at most {TRAINED.settings.workers} workers",
     ],
     "docs/race.md": [
         f"gossipdp ended {EARLIER:.1f}% above DDP in the calm of 70 s",
@@ -351,14 +351,14 @@ PHRASES = {
         f"gossip leads (by {-above(*ONE_SLOW, IN_TIME):.1f}%;",
         "DDP leads Decent-DP by {:.1f}% and gossip by {:.1f}%".format(*BEHIND_DDP),
         f"{now('equal', 'gossipdp')}, {beside('equal', 'ddp'):.1f}% above DDP "
-        f"(**{now('equal', 'ddp')}**), with {NOW['equal']['gossipdp'][BYTES]:.1f} bytes to its "
+        f"({now('equal', 'ddp')}), with {NOW['equal']['gossipdp'][BYTES]:.1f} bytes to its "
         f"{NOW['equal']['ddp'][BYTES]:.1f}.",
-        f"**{now('gigabit', 'gossipdp')}**, level with DDP's bf16 hook "
+        f"{now('gigabit', 'gossipdp')}, level with DDP's bf16 hook "
         f"({now('gigabit', 'ddp_bf16')})",
         f"{now('slow_link', 'gossipdp')}, {beside('slow_link', RIVAL):.1f}% above local",
-        f"H = 64 (**{now('slow_link', RIVAL)}**)",
+        f"H = 64 ({now('slow_link', RIVAL)})",
         f"ended {-min(OVER_FIXED):.1f}% below to {max(OVER_FIXED):.1f}% above a fixed rate",
-        f"differ by up to {max(more(max(each), min(each)) for each in LOSSES):.0f}% here.",
+        f"differ by up to {max(more(max(each), min(each)) for each in LOSSES):.0f}% in these rounds.",
     ],
     "docs/performance.md": [
         f"in {IN_MEMORY} ms by shared memory, in {BY_TCP} ms over TCP",
@@ -398,7 +398,7 @@ PHRASES = {
         f"{bounds([LOST, *LOST_LIMITED])}%; in loops of tiny operations, with an idle core, "
         f"{LOST_TINY:.0f}% |",
         f"| GPU | 2% | 3% | {bounds(CARD_LOST)}% |",
-        f"auto ended [{-above(SHORT['gossipdp_auto'], SHORT['a2cid2']):.0f}% "
+        f"auto, in float32, ended [{-above(SHORT['gossipdp_auto'], SHORT['a2cid2']):.0f}% "
         f"below](quality.md#the-defaults) to {max(OVER_FIXED):.1f}% above `comm_rate=1`.",
         f"auto's loss was {bounds(ABOVE_ONCE, '.1f')}% higher there",
         f"{above(LARGE['gossipdp'], FIXED['gossip']):.0f}% higher for [a million",
@@ -420,8 +420,7 @@ PHRASES = {
         f"keep {min(IN_ALL):.1f} or more of their exchanges, single ones {min(SINGLE):.2f} or more",
     ],
     "docs/limits.md": [
-        f"from [{CALM}% above](race.md#weight-decay) (300 s, decay 0.1) to "
-        f"[{WITHOUT_WAITS[0]:.1f}% below](race.md#without-waits)",
+        f"from [{CALM}% above](race.md#weight-decay) (300 s, decay 0.1) to",
         f"At most {len(MANY['workers'])} workers ran, on one machine, for "
         f"{MANY['figures']['steps of a worker, mean']:.0f} steps each",
         f"up to {int(LARGEST.split()[3]) / 1e6:.0f} million values",
