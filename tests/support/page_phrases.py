@@ -353,12 +353,12 @@ PHRASES = {
         f"{now('equal', 'gossipdp')}, {beside('equal', 'ddp'):.1f}% above DDP "
         f"({now('equal', 'ddp')}), with {NOW['equal']['gossipdp'][BYTES]:.1f} bytes to its "
         f"{NOW['equal']['ddp'][BYTES]:.1f}.",
-        f"{now('gigabit', 'gossipdp')}, level with DDP's bf16 hook "
-        f"({now('gigabit', 'ddp_bf16')})",
+        f"{now('gigabit', 'gossipdp')}, level with DDP's bf16 hook ({now('gigabit', 'ddp_bf16')})",
         f"{now('slow_link', 'gossipdp')}, {beside('slow_link', RIVAL):.1f}% above local",
         f"H = 64 ({now('slow_link', RIVAL)})",
         f"ended {-min(OVER_FIXED):.1f}% below to {max(OVER_FIXED):.1f}% above a fixed rate",
-        f"differ by up to {max(more(max(each), min(each)) for each in LOSSES):.0f}% in these rounds.",
+        f"differ by up to {max(more(max(each), min(each)) for each in LOSSES):.0f}% in these "
+        "rounds.",
     ],
     "docs/performance.md": [
         f"in {IN_MEMORY} ms by shared memory, in {BY_TCP} ms over TCP",
