@@ -19,7 +19,7 @@ pass counts as busy.
 At this rate exchanges fill at most half of a worker's time. They take 2% of it from training, or up
 to m where that buys no more than one exchange a step: below one, an exchange lowers the loss by
 more than the steps are worth that it takes (benchmarks/NOTES.md). At 4 a step, 16 simulated workers
-end level with all-reduce (docs/quality.md); more was not tried.
+end less than 1% above all-reduce (docs/quality.md); more was not tried.
 
 All are running medians: one exchange that stood still for seconds says nothing of the others.
 """
