@@ -133,6 +133,7 @@ def test_an_evaluation_of_the_average_is_neither_saved_nor_counted(linear, tmp_p
     assert steps_saved(tmp_path) == []
     step(model, optimizer)
     assert steps_saved(tmp_path) == [1]
+    assert model.stats().checkpoints == 1, "one that is written is reported at the next step"
     assert model.stats().samples < 50
     step(model.module, optimizer)  # a loop that calls the module
     assert steps_saved(tmp_path) == [3, 1], "at its next step"

@@ -331,10 +331,14 @@ def test_samplers_that_draw_alike_get_a_warning(linear, monkeypatch, caplog, *, 
     assert all(record.is_of_run for record in caplog.records), "one worker says it for all"
 
 
-def test_workers_that_are_seeded_apart_get_no_warning_of_their_order(linear, monkeypatch, caplog):
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_one_alone_and_those_seeded_apart_get_no_warning_of_their_order(
+    linear, monkeypatch, caplog, num_workers
+):
     model, _ = linear(budget_samples=20)
-    monkeypatch.setattr(model._worker, "world_size", 2)
-    torch.manual_seed(model.worker_seed)
+    monkeypatch.setattr(model._worker, "world_size", num_workers)
+    if num_workers > 1:
+        torch.manual_seed(model.worker_seed)
     next(model.batches(DataLoader(torch.ones(12, 3), 4, shuffle=True)))
     assert not caplog.messages
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler,
 from torch.utils.data.distributed import DistributedSampler
 
 from gossipdp import Checkpoints
-from gossipdp.parallel.data_position import random_states, restore_random_states
+from gossipdp.parallel.data_position import _Order, random_states, restore_random_states
 
 NUM_STEPS = 20
 NUM_SAMPLES = 12
@@ -160,6 +160,14 @@ def test_a_loader_whose_workers_run_already_goes_on_too(train):
     loader = make_loader("shuffled", num_workers=1, persistent_workers=True)
     whole = train(loader, 3)
     assert train(loader) == whole[3:]
+
+
+def test_workers_that_run_already_are_let_go_where_the_pass_began_without_any():
+    loader = DataLoader(NUMBERS, BATCH)
+    start = _Order(loader).capture()
+    loader._iterator = iter(())  # as of workers that persist
+    _Order(loader).restore(start)
+    assert loader._iterator is None
 
 
 def test_a_dataset_that_draws_goes_on_where_its_generator_was(train, caplog):

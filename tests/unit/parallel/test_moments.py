@@ -243,7 +243,7 @@ def test_what_travels_by_default():
     assert (names(sgd), names(torch.optim.RMSprop(first))) == ([], [])
     assert names(sgd, ADAMW(second)) == [("exp_avg_sq", 4, 1)]
     # One worker's largest gradient would stay in the maxima of its peers.
-    amsgrad = ADAMW(first, amsgrad=True)
+    amsgrad = ADAMW([{"params": first}, {"params": second, "amsgrad": True}])
     assert names(amsgrad) == []
     assert names(amsgrad, choice={"exp_avg_sq": 4}) == [("exp_avg_sq", 4, 0)]
     # A name goes for those that keep it, and for those of which nothing is known.

@@ -42,6 +42,7 @@ def test_a_run_of_one_worker_is_logged_whole_with_any_number_and_text(tmp_path, 
     model = train(tmp_path / "new" / "run", budget_samples=100)
     model.log(accuracy=np.mean([0.5, 1.0]), file="caf\udce9", passed=True)
     model.consolidate()
+    model.log(loss=5.0)  # alone it makes no record
     model.log(test_accuracy=np.float64(0.9), name=np.str_("best"))
     worker = read(tmp_path / "new" / "run")
     assert (worker.counts[-1].gradient_steps, worker.counts[-1].samples) == (3, 24)
@@ -50,6 +51,7 @@ def test_a_run_of_one_worker_is_logged_whole_with_any_number_and_text(tmp_path, 
     assert (worker.end.gradient_steps, worker.end.consensus_distance) == (3, 0.0)
     before = {"learning_rate": 0.1, "accuracy": 0.75, "file": "caf\\udce9", "passed": True}
     assert worker.last_values() == before | {"test_accuracy": 0.9, "name": "best"}
+    assert worker.counts[-1].loss == 5.0
     known = {"parameters": 10, "optimizer": "SGD(lr=0.1)", "budget_samples": 100}
     known |= {"script": "train.py", "workers": 1, "precision": "float32", "device": "cpu"}
     assert worker.start.configuration.items() >= known.items()
@@ -130,6 +132,8 @@ def test_the_thread_writes_while_it_trains_and_ends_with_the_run(tmp_path, monke
     model = train(tmp_path)
     wait_until(lambda: read(tmp_path).counts, "a step is in the log")
     log, stats, held = model._worker.monitoring, model._worker.stats(), []
+    waits_s, wait = [], log._wake.wait
+    log._wake.wait = lambda limit_s: waits_s.append(limit_s) or wait(limit_s)
     log._stats = lambda: held.append(log._lock.locked()) or stats
     log._wake.set()
     wait_until(lambda: held, "it looks again")
@@ -140,6 +144,7 @@ def test_the_thread_writes_while_it_trains_and_ends_with_the_run(tmp_path, monke
     assert not log._thread.is_alive()
     assert len(held) > 1, "the end writes too"
     assert all(held)
+    assert set(waits_s) == {FOR_EVER_S}
     train(tmp_path / "idle", num_steps=0).close()
     assert read(tmp_path / "idle").counts == [], "nothing has happened"
     model = train(None)  # and without a directory there is none
@@ -154,12 +159,14 @@ def test_an_earlier_run_s_other_workers_are_removed_but_no_joiner_s(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     (model := train(tmp_path)).close()
     assert list(RunLog.read(tmp_path).workers) == [0]
-    for rank, run_id in ((3, "earlier"), (4, model._worker.run_id)):
+    model._worker.world_size = 2  # the other one replaces its own
+    run_ids = dict.fromkeys((1, 2, 3), "earlier") | {4: model._worker.run_id}
+    for rank, run_id in run_ids.items():
         with closing(RunLogWriter(worker_file(tmp_path, rank), run_id=run_id)) as log:
             log.start(rank=rank, num_workers=1, configuration={})
     worker_file(tmp_path, 5).touch()  # a joiner's that begins
     monitoring._begun_log(worker_file(tmp_path, 0), model._worker).close()
-    assert list(RunLog.read(tmp_path).workers) == [0, 4]
+    assert list(RunLog.read(tmp_path).workers) == [0, 1, 4]
     assert {"worker-5.jsonl", "notes.txt"} < {path.name for path in tmp_path.iterdir()}
 
 

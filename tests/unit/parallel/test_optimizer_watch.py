@@ -91,6 +91,20 @@ def test_of_parameters_that_begin_alike_the_first_is_named():
         OptimizerWatch(MastersAside(alike), names, is_moved=True).stepped()
 
 
+def test_it_looks_again_once_the_state_has_further_tensors():
+    first, second = parameters = [nn.Parameter(torch.arange(6.0).roll(n)) for n in range(2)]
+    optimizer = OwnOptimizer(parameters, torch.zeros_like)
+    names = {id(first): "first", id(second): "second"}
+    watch = OptimizerWatch(optimizer, names, is_moved=True)
+    optimizer.step()
+    watch.stepped()
+    optimizer.state[second]["kept"].copy_(second.detach())
+    watch.stepped()
+    optimizer.state[first]["further"] = torch.zeros(6)
+    with pytest.raises(ValueError, match="'kept' of parameter 'second'"):
+        watch.stepped()
+
+
 ORDINARY = {
     name: kind
     for name, kind in sorted(vars(torch.optim).items())

@@ -16,6 +16,7 @@ from gossipdp import Checkpoints, ModelChangedError, Network, PeerLostError
 from gossipdp.dynamics.chunks import Role
 from gossipdp.launcher.environment import Environment
 from gossipdp.parallel import training_state
+from gossipdp.parallel.checkpoint_files import copied_state
 from gossipdp.parallel.shards import Agreed, Replica, as_sharded, local
 from gossipdp.parallel.views import views_of
 
@@ -102,6 +103,10 @@ def test_a_state_dict_has_what_exchanges_brought(alone):
     assert (values["0.weight"].full_tensor() == 3).all()
     assert (values["1.running_mean"] == 3).all()
     assert not (local(net[0].weight) == 3).any()
+    copied = copied_state(net)["0.weight"]
+    assert not isinstance(copied, DTensor)
+    assert torch.equal(copied, net[0].weight.full_tensor())
+    assert copied_state(net, is_kept=False)["0.weight"] is None
 
 
 def test_an_optimizers_state_comes_back_as_it_was(alone):

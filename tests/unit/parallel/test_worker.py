@@ -226,6 +226,21 @@ def test_a_replica_joins_under_a_rank_that_was_its_own_for_a_time_out(monkeypatc
     assert joined == pytest.approx([0.0, 0.9, 1.9], abs=0.11)
 
 
+def test_all_but_rank_0_begin_with_its_state_unless_the_run_resumes(linear, monkeypatch):
+    worker, took = linear()[0]._worker, []
+    monkeypatch.setattr(worker, "_meet", lambda: None)
+    monkeypatch.setattr(entry, "take_state", lambda *_, **how: took.append((worker.rank, how)))
+    saved = SimpleNamespace(tensors=worker.capture())
+    for rank, resumption in ((2, None), (1, None), (1, saved), (0, None)):
+        worker.resumption = resumption
+        worker._environment = Environment(rank=rank, world_size=rank + 1)
+        worker._call(worker._loop.hold)
+        worker.start()
+        assert worker._protocol.pairing.answers
+    assert took == [(2, {"is_start": True}), (1, {"is_start": True})]
+    assert saved.tensors == {}, "a second copy is let go"
+
+
 @pytest.mark.usefixtures("at_once")
 def test_one_that_joins_goes_on_after_the_newest_file_of_its_rank(linear, monkeypatch, tmp_path):
     """In a resumed run an earlier life may have saved after the steps that the others know of."""
