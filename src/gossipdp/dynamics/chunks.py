@@ -266,7 +266,7 @@ class Chunk:
 
     def _exchanged(self, squared_norm: float, theta: float) -> None:
         if math.isfinite(squared_norm):
-            self.theta = theta
+            self.theta = max(self.theta, theta)
             self.has_pending = True
             if self.c is not None:
                 self.theta_c = self.theta
