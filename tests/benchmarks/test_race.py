@@ -72,13 +72,16 @@ def nothing_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_long_runs_have_settings_of_their_own_or_those_of_the_series():
-    ours, theirs = {"ddp": {"learning_rate": 0.04}}, {"ddp": {"learning_rate": 0.02}}
+    ours = {"ddp": {"learning_rate": 0.04, "checkpoint_steps": 5}}
+    theirs = {"ddp": {"learning_rate": 0.02}}
     for long, expected in (({}, 0.04), (theirs, 0.02)):
         text = json.dumps({"timed": ours, "long": long, "without waits": {}})
         race_script.CHOICES.write_text(text)
         assert Race(rows="ddp", seconds=300).choices["ddp"].learning_rate == expected
         assert Race(rows="ddp").choices["ddp"].learning_rate == 0.04
         assert Race(rows="ddp", without_waits=True).choices["ddp"].learning_rate == 0.01
+    killed, calm = (Race(rows="ddp").settings("ddp", name, 1) for name in ("kills10", "calm"))
+    assert (killed.steps_between_saves, calm.steps_between_saves) == (5, 25)
 
 
 def test_a_run_has_the_options_of_its_row_alone():

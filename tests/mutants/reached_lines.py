@@ -1,9 +1,9 @@
 """Which tests reach which lines of the library: recorded by coverage.py, a context for each test.
 
-The record lies in ``runs/mutants``. It is of one state of ``src``: after another, all is recorded
-anew. Of the tests only files that have changed are. What a test starts is recorded as its own: by
-``COVERAGE_PROCESS_START`` coverage.py begins with each interpreter, and with what a fork server
-forks. Nothing is of a process that was killed.
+The record lies in ``runs/mutants``. It is of one state of ``src``, and of what records it: after
+another, all is recorded anew. Of the tests only files that have changed are. What a test starts is
+recorded as its own: by ``COVERAGE_PROCESS_START`` coverage.py begins with each interpreter, and
+with what a fork server forks. Nothing is of a process that was killed.
 """
 
 import ast
@@ -229,7 +229,8 @@ def files_of_tests(only: Sequence[str]) -> list[str]:
 
 def record(files: Sequence[str], jobs: int) -> Record:
     """Return what the tests of these files reach; record what is not recorded yet."""
-    source = _digest(Path(__file__), *sorted((ROOT / SOURCE / "gossipdp").rglob("*.py")))
+    tools = Path(__file__), Path(__file__).with_name("tested_copies.py")
+    source = _digest(*tools, *sorted((ROOT / SOURCE / "gossipdp").rglob("*.py")))
     kept: dict[str, Any] = {"source": source, "files": {}}
     if RECORD.exists() and (last := json.loads(RECORD.read_text()))["source"] == source:
         kept = last

@@ -22,8 +22,10 @@ from hypothesis import Phase, settings
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # What tests need of the tree.
-FOLDERS = "src", "tests", "tools", "examples", "docs"
-COPIED = (*FOLDERS, "README.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml", "pyproject.toml")
+COPIED = (
+    *("src", "tests", "tools", "examples", "docs"),
+    *("README.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml", "pyproject.toml"),
+)
 SOURCE = Path("src")
 EQUIVALENT = HERE / "equivalent.toml"  # of random_faults.py, no part of the catalogue
 # One test may take this long; what it waits for may never come.
